@@ -1,0 +1,271 @@
+"""Capture, patch and continue forward passes. The only file that registers hooks.
+
+The fast paths rest on one observation: a decoder block is a function of the residual stream and of inputs that do
+not depend on it (masks, positions). So one recorded forward pass (`trace`) is enough to continue from any layer with
+any number of changed rows, each of which is computed only from the layer at which it was changed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+Edit = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def edits(model: Any, hooks: Sequence[tuple[str, Edit]]) -> Iterator[None]:
+    """Within the block, the activation at each named hook is replaced by what its function returns.
+
+    Activations come in TransformerLens' shapes (`hook_z`: [batch, pos, head, d_head]). The hooks are removed at the
+    end, also after an error, and no hook of the user's is touched.
+    """
+    handles = []
+    try:
+        for name, edit in hooks:
+            handles.append(_point(model, name).register_forward_hook(_edit_hook(_point(model, name), edit)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def capture(model: Any, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Within the block, fills a dictionary with the activations at the named hooks, inside the autograd graph."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Edit:
+        def edit(activation: Tensor) -> Tensor:
+            # Returned, so that the rest of the pass is computed from the captured tensor and not from the one
+            # that it is a view of: else its gradient would be None.
+            found[name] = activation
+            return activation
+
+        return edit
+
+    with edits(model, [(name, keep(name)) for name in names]):
+        yield found
+
+
+@contextmanager
+def linear_edit(module: nn.Module, edit: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Within the block, the module's output is `edit(input, output)`."""
+    handle = module.register_forward_hook(lambda _, args, output: edit(args[0], output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Rows that begin at one layer of a sweep.
+
+    Attributes:
+        rows: Int[" row"], the batch row of the trace that each one is a copy of.
+        hook: where they are changed, a hook inside this layer; None = at the layer's input.
+        edit: changes the activations of these rows, [row, pos, …].
+    """
+
+    rows: Int[Tensor, " row"]
+    edit: Edit
+    hook: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A recorded forward pass that can be continued from any layer.
+
+    Attributes:
+        model: the `HookedModel`.
+        inputs: residual stream entering each block, and last the final norm: [layer + 1][batch, pos, d_model].
+        calls: the other arguments of each block.
+    """
+
+    model: Any
+    inputs: tuple[Float[Tensor, "batch pos d_model"], ...]
+    calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+
+    def __len__(self) -> int:
+        return self.inputs[0].shape[0]
+
+    def block(
+        self, layer: int, residual: Float[Tensor, "row pos d_model"], rows: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row pos d_model"]:
+        """One block on any rows; `rows` says which row of the trace each has its mask and positions from."""
+        args, kwargs = self.calls[layer]
+        batch = len(self)
+        out = self.model.bridge.blocks[layer](
+            residual, *_select(args, rows, batch), **_select(kwargs, rows, batch)
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    def resume(
+        self,
+        layer: int,
+        residual: Float[Tensor, "row pos d_model"],
+        rows: Int[Tensor, " row"],
+        read: Int[Tensor, "row read"],
+    ) -> Float[Tensor, "row read d_vocab"]:
+        """Logits at the positions `read`, from the residual stream that enters block `layer`."""
+        for i in range(layer, len(self.calls)):
+            residual = self.block(i, residual, rows)
+        return unembed(self.model, gather(residual, read))
+
+    def grow(
+        self, starts: dict[int, Start], read: Int[Tensor, "batch read"]
+    ) -> Float[Tensor, "row read d_vocab"]:
+        """A whole sweep in one pass: rows join the batch at the layer at which they are changed.
+
+        Args:
+            starts: layer → the rows that begin there.
+            read: positions to read of each row of the trace.
+
+        Returns:
+            Logits of all rows, layer by layer in the order of `starts[layer].rows`.
+        """
+        device = self.inputs[0].device
+        rows = torch.empty(0, dtype=torch.long, device=device)
+        residual = self.inputs[0][:0]
+        for layer in range(min(starts), len(self.calls)):
+            start = starts.get(layer)
+            if start is None:
+                residual = self.block(layer, residual, rows)
+                continue
+            new_rows = start.rows.to(device)
+            n = len(new_rows)
+            new = self.inputs[layer].index_select(0, new_rows)
+            if start.hook is None:
+                new = start.edit(new)
+            rows = torch.cat([rows, new_rows])
+            residual = torch.cat([residual, new])
+            inside = [] if start.hook is None else [(start.hook, _last_rows(n, start.edit))]
+            with edits(self.model, inside):
+                residual = self.block(layer, residual, rows)
+        return unembed(self.model, gather(residual, read.to(device)[rows]))
+
+    def logits(self) -> Float[Tensor, "batch pos d_vocab"]:
+        """Logits of the recorded pass itself."""
+        return unembed(self.model, self.inputs[-1])
+
+
+def trace(
+    model: Any, tokens: Int[Tensor, "batch pos"], attention_mask: Bool[Tensor, "batch pos"] | None = None
+) -> Trace:
+    """Run a batch once and record what is needed to continue it from any layer. Autograd is off."""
+    blocks = list(model.bridge.blocks)
+    inputs: list[Tensor] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def before_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = dict(kwargs)
+        residual = args[0] if args else kwargs.pop("hidden_states")
+        inputs.append(residual.detach())
+        calls.append((tuple(args[1:]), kwargs))
+
+    def before_norm(module: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs.append(args[0].detach())
+
+    handles = [b.register_forward_pre_hook(before_block, with_kwargs=True) for b in blocks]
+    handles.append(model.bridge.ln_final.register_forward_pre_hook(before_norm))
+    try:
+        with torch.no_grad():
+            model.logits(tokens, attention_mask)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Trace(model, tuple(inputs), tuple(calls))
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """The part of a forward pass below a layer, computed once; see `prefix`."""
+
+    trace: Trace
+    layer: int
+
+    def run(
+        self, rows: Int[Tensor, " row"], positions: Int[Tensor, "row read"]
+    ) -> Float[Tensor, "row read d_vocab"]:
+        """Logits at `positions` of some rows of the batch, with autograd on, from `layer` upwards."""
+        residual = self.trace.inputs[self.layer].index_select(0, rows.to(self.trace.inputs[0].device))
+        return self.trace.resume(self.layer, residual, rows, positions)
+
+
+def prefix(
+    model: Any, tokens: Int[Tensor, "batch pos"], attention_mask: Bool[Tensor, "batch pos"] | None, layer: int
+) -> Prefix:
+    """Run the blocks below `layer` once, without gradients, to continue from there as often as wanted.
+
+    `layer` 0 is the output of the embeddings; `n_layers` is the input of the final norm.
+    """
+    recorded = trace(model, tokens, attention_mask)
+    kept = tuple(x if i == layer else x[:, :0] for i, x in enumerate(recorded.inputs))
+    return Prefix(Trace(model, kept, recorded.calls), layer)
+
+
+def unembed(
+    model: Any, residual: Float[Tensor, "*batch d_model"]
+) -> Float[Tensor, "*batch d_vocab"]:
+    """Final norm, unembedding and the model's soft cap of logits, if it has one."""
+    logits = model.bridge.unembed(model.bridge.ln_final(residual))
+    cap = getattr(model.bridge.original_model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def gather(
+    residual: Float[Tensor, "row pos d_model"], read: Int[Tensor, "row read"]
+) -> Float[Tensor, "row read d_model"]:
+    """The residual stream at the positions `read` of each row."""
+    index = read.to(residual.device)[:, :, None].expand(-1, -1, residual.shape[-1])
+    return residual.gather(1, index)
+
+
+def count(model: Any) -> int:
+    """Number of hooks registered anywhere in the model (every public call leaves it as it was)."""
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in model.bridge.modules()
+    )
+
+
+def _point(model: Any, name: str) -> nn.Module:
+    point = model.bridge.hook_dict.get(name)
+    if point is None:
+        raise ValueError(f"{model.name} has no hook {name!r}; `locus sites` lists the ones it has")
+    return point
+
+
+def _edit_hook(point: Any, edit: Edit) -> Callable[..., Tensor]:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        conversion = point.hook_conversion
+        if conversion is None:
+            return edit(output)
+        return conversion.revert(edit(conversion.convert(output)), output)
+
+    return hook
+
+
+def _last_rows(n: int, edit: Edit) -> Edit:
+    """An edit of the rows that have just joined the batch."""
+
+    def apply(activation: Tensor) -> Tensor:
+        return torch.cat([activation[:-n], edit(activation[-n:])])
+
+    return apply
+
+
+def _select(value: Any, rows: Tensor, batch: int) -> Any:
+    """The argument of a block for other rows: whatever has a batch axis is indexed by `rows`."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows.to(value.device)) if batch > 1 and value.shape[:1] == (batch,) else value
+    if isinstance(value, tuple | list):
+        return type(value)(_select(v, rows, batch) for v in value)
+    if isinstance(value, dict):
+        return {k: _select(v, rows, batch) for k, v in value.items()}
+    return value
