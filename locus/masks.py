@@ -17,6 +17,7 @@ from locus.scores import (
     Scores,
     components_from_record,
     components_record,
+    method_record,
     read_tensors,
     require_same,
     write_tensors,
@@ -229,7 +230,7 @@ class Mask:
             "select": select,
             "by": by,
             "facts": list(scores.facts) or scores.values.shape[0],
-            "seed": getattr(scores.method, "seed", None),
+            "seed": (method_record(scores.method)[1] or {}).get("seed"),
             "budget": float(budget),
             "model": components.model,
         }
@@ -287,8 +288,8 @@ class Mask:
         """A mask file of WAGLE (Jia et al., NeurIPS 2024): name -> tensor, 1 = the weight is updated.
 
         The file is a `.pt`; only tensors and plain containers are read from it (`weights_only=True`), never
-        code. A dictionary, a list of (name, tensor) pairs, or, with a model, a list of tensors in the order of
-        its parameters. Wrappers' prefixes ("module.", a doubled "model.") are taken off.
+        code. A dictionary, a list of (name, tensor) pairs, or, with a model, a list of tensors in the order
+        of its parameters. Wrappers' prefixes ("module.", a doubled "model.") are taken off.
         """
         if not Path(path).is_file():
             raise ValueError(f"from_wagle: no file {path}; expected one of WAGLE's .pt masks.")

@@ -22,12 +22,14 @@ from locus.components import Component, Components
 
 @dataclass(frozen=True)
 class RecordedMethod:
-    """A localization method as read from a file or named by the user: its class name and its fields."""
+    """A localization method as read from a file, or as named by the user (then without fields)."""
 
     name: str
-    fields: tuple[tuple[str, object], ...] = ()
+    fields: tuple[tuple[str, object], ...] | None = None
 
     def __repr__(self) -> str:
+        if self.fields is None:
+            return self.name
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.fields)})"
 
 
@@ -159,7 +161,7 @@ class Scores:
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file: the values, and all else as JSON in its metadata."""
         record = {
-            "method": _method_record(self.method),
+            "method": method_record(self.method),
             "metric": self.metric,
             "facts": list(self.facts),
             **components_record(self.components),
@@ -173,9 +175,15 @@ class Scores:
         """Read what `save` wrote. The method comes back as a `RecordedMethod`."""
         tensors, record = read_tensors(path, kind="scores")
         name, fields = record["method"]
-        method = RecordedMethod(name, tuple((key, _hashable(value)) for key, value in fields.items()))
+        items = None if fields is None else tuple((key, _hashable(value)) for key, value in fields.items())
         components = components_from_record(record, tensors["sizes"])
-        return cls(tensors["values"], components, method, record["metric"], tuple(record["facts"]))
+        return cls(
+            tensors["values"],
+            components,
+            RecordedMethod(name, items),
+            record["metric"],
+            tuple(record["facts"]),
+        )
 
 
 class Agreement(NamedTuple):
@@ -264,12 +272,12 @@ def components_from_record(record: Mapping, sizes: Tensor) -> Components:
     return Components(items=items, sizes=sizes, model=record["model"])
 
 
-def _method_record(method: object) -> tuple[str, dict]:
+def method_record(method: object) -> tuple[str, dict | None]:
     if isinstance(method, RecordedMethod):
-        return method.name, dict(method.fields)
+        return method.name, None if method.fields is None else dict(method.fields)
     if dataclasses.is_dataclass(method):
         return type(method).__name__, {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
-    return repr(method), {}
+    return repr(method), None
 
 
 def _hashable(value: object) -> object:
