@@ -7,7 +7,7 @@ any number of changed rows, each of which is computed only from the layer at whi
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,19 +62,29 @@ def linear_edit(module: nn.Module, edit: Callable[[Tensor, Tensor], Tensor]) -> 
         handle.remove()
 
 
+@contextmanager
+def read_only(model: Any, read: Int[Tensor, "batch read"]) -> Iterator[None]:
+    """Within the block, the model's logits are those at the positions `read` of each row, and no others."""
+    handle = model.bridge.ln_final.register_forward_pre_hook(lambda _, args: (gather(args[0], read), *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 @dataclass(frozen=True, eq=False)
 class Start:
     """Rows that begin at one layer of a sweep.
 
     Attributes:
         rows: Int[" row"], the batch row of the trace that each one is a copy of.
-        hook: where they are changed, a hook inside this layer; None = at the layer's input.
-        edit: changes the activations of these rows, [row, pos, …].
+        edits: hook inside this layer → function of the activations of these rows, [row, pos, …].
+        enter: function of the residual stream with which these rows enter the layer.
     """
 
     rows: Int[Tensor, " row"]
-    edit: Edit
-    hook: str | None = None
+    edits: dict[str, Edit] = field(default_factory=dict)
+    enter: Edit | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,12 +150,12 @@ class Trace:
             new_rows = start.rows.to(device)
             n = len(new_rows)
             new = self.inputs[layer].index_select(0, new_rows)
-            if start.hook is None:
-                new = start.edit(new)
+            if start.enter is not None:
+                new = start.enter(new)
             rows = torch.cat([rows, new_rows])
             residual = torch.cat([residual, new])
-            inside = [] if start.hook is None else [(start.hook, _last_rows(n, start.edit))]
-            with edits(self.model, inside):
+            share = n / len(rows)
+            with edits(self.model, [(name, _last(share, edit)) for name, edit in start.edits.items()]):
                 residual = self.block(layer, residual, rows)
         return unembed(self.model, gather(residual, read.to(device)[rows]))
 
@@ -251,10 +261,14 @@ def _edit_hook(point: Any, edit: Edit) -> Callable[..., Tensor]:
     return hook
 
 
-def _last_rows(n: int, edit: Edit) -> Edit:
-    """An edit of the rows that have just joined the batch."""
+def _last(share: float, edit: Edit) -> Edit:
+    """An edit of the rows that have just joined the batch: the last `share` of the first axis.
+
+    A share, and not a number, because a router flattens batch and position into one axis.
+    """
 
     def apply(activation: Tensor) -> Tensor:
+        n = round(activation.shape[0] * share)
         return torch.cat([activation[:-n], edit(activation[-n:])])
 
     return apply

@@ -270,7 +270,7 @@ def wrap(hf_model: nn.Module, tokenizer: Any, name: str = "local") -> HookedMode
         plain = hf_model(tokens.to(next(iter(weights.values())).device), use_cache=False).logits
     buffer = _ensure_reloadable(tokenizer)
     try:
-        bridge = TransformerBridge.boot_transformers(name, hf_model=hf_model, tokenizer=buffer, dtype=dtype)
+        bridge = TransformerBridge.boot_transformers("local", hf_model=hf_model, tokenizer=buffer, dtype=dtype)
     except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
         raise ValueError(
             f"{name} has the architecture {config.architectures[0]}, which TransformerLens cannot wrap: "

@@ -1,0 +1,80 @@
+"""Localizers: how much each component of a model matters for some facts.
+
+A method is one frozen dataclass whose `score` returns Float["fact component"] with one sign for all:
+**positive = removing the component lowers the metric**.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from locus.components import Components
+from locus.localize.attribution import AttributionPatching
+from locus.localize.interventions import ActivationPatching, Knockout
+from locus.localize.statistics import Activations, Random
+from locus.metrics import logit_difference
+from locus.scores import Scores
+
+__all__ = [
+    "METHODS",
+    "ActivationPatching",
+    "Activations",
+    "AttributionPatching",
+    "Knockout",
+    "Method",
+    "Random",
+    "localize",
+]
+
+
+class Method(Protocol):
+    """What a localizer is."""
+
+    KINDS: ClassVar[tuple[str, ...]]
+
+    def score(
+        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
+    ) -> Float[Tensor, "fact component"]: ...
+
+
+METHODS: tuple[type, ...] = (ActivationPatching, AttributionPatching, Knockout, Activations, Random)
+
+
+def localize(
+    model: Any,
+    pairs: Any,
+    method: Method,
+    *,
+    components: str | Components = "neuron",
+    metric: Callable = logit_difference,
+    progress: bool = True,
+) -> Scores:
+    """Score components by how much they matter for the facts of `pairs`.
+
+    Args:
+        model: a `HookedModel`.
+        pairs: `ContrastPairs`, clean and corrupted prompts of the facts.
+        method: e.g. `AttributionPatching()`; each says in its docstring what it computes.
+        components: a kind ("head", "neuron", "mlp", …) or a selection of the model's components.
+        metric: per-example function of logits, see `locus.metrics`.
+        progress: show a bar for long sweeps.
+
+    Returns:
+        Scores, [fact, component], in the units that the method says; positive = removing it lowers the metric.
+
+    Raises:
+        ValueError: the method has no meaning for a kind of component (the message lists those it has), or the
+            components belong to another model.
+    """
+    chosen = model.components(components) if isinstance(components, str) else components
+    if chosen.model != model.fingerprint:
+        raise ValueError(f"the components belong to model {chosen.model}, not to {model.name} ({model.fingerprint})")
+    if unsupported := set(chosen.kinds) - set(method.KINDS):
+        raise ValueError(
+            f"{type(method).__name__} does not score components of kind {min(unsupported)!r}; "
+            f"it scores {', '.join(method.KINDS)}"
+        )
+    values = method.score(model, pairs, chosen, metric, progress)
+    return Scores(values.detach().float().cpu(), chosen, method, getattr(metric, "__name__", str(metric)))

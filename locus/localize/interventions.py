@@ -1,0 +1,173 @@
+"""Exact interventions: replace a component's activation and measure the metric."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locus import hooks
+from locus.components import Component, Components, site
+from locus.metrics import Targets
+from locus.patching import MAX_TOKENS, sweep
+
+ALL_KINDS = ("head", "kv", "neuron", "value", "mlp", "attn", "expert")
+
+
+@dataclass(frozen=True)
+class ActivationPatching:
+    """Activation patching, exact: one intervention a component, at all positions.
+
+    denoising:  m(corrupted, a_u ← a_u(clean)) - m(corrupted)     is u enough to restore the answer?
+    noising:    m(clean) - m(clean, a_u ← a_u(corrupted))         is u needed for the answer?
+
+    In units of the metric. Vig et al. 2020 (arXiv 2004.12265); Heimersheim & Nanda 2024 (arXiv 2404.15255).
+
+    Attributes:
+        direction: "denoising" or "noising".
+        max_tokens: tokens in one forward pass at the most.
+    """
+
+    direction: str = "denoising"
+    max_tokens: int = MAX_TOKENS
+    KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+
+    def __post_init__(self) -> None:
+        if self.direction not in ("denoising", "noising"):
+            raise ValueError(f"direction must be 'denoising' or 'noising', got {self.direction!r}")
+
+    def score(
+        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
+    ) -> Float[Tensor, "fact component"]:
+        denoising = self.direction == "denoising"
+        base, source = (pairs.corrupted, pairs.clean) if denoising else (pairs.clean, pairs.corrupted)
+        replacement = activations(model, source, pairs.attention_mask, components)
+        label = f"activation patching, {self.direction}" if progress else None
+        change = intervene(model, pairs, base, components, replacement, metric, self.max_tokens, label)
+        return change if denoising else -change
+
+
+@dataclass(frozen=True)
+class Knockout:
+    """Knockout of one component at a time in the clean run, at all positions: m(clean) - m(clean, a_u ← baseline).
+
+    The baseline is 0, the mean of u's activation over the tokens of all clean prompts, or u's activation on the
+    clean prompt of another fact ("resample"). In units of the metric.
+
+    Attributes:
+        ablation: "zero", "mean" or "resample".
+        seed: of the permutation of facts, for "resample".
+        max_tokens: tokens in one forward pass at the most.
+    """
+
+    ablation: str = "zero"
+    seed: int = 0
+    max_tokens: int = MAX_TOKENS
+    KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+
+    def __post_init__(self) -> None:
+        if self.ablation not in ("zero", "mean", "resample"):
+            raise ValueError(f"ablation must be 'zero', 'mean' or 'resample', got {self.ablation!r}")
+
+    def score(
+        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
+    ) -> Float[Tensor, "fact component"]:
+        clean = activations(model, pairs.clean, pairs.attention_mask, components)
+        replacement = {name: self._baseline(act, pairs.attention_mask) for name, act in clean.items()}
+        label = f"knockout, {self.ablation}" if progress else None
+        return -intervene(
+            model, pairs, pairs.clean, components, replacement, metric, self.max_tokens, label
+        )
+
+    def _baseline(self, act: Tensor, mask: Tensor) -> Tensor:
+        if self.ablation == "zero":
+            return torch.zeros_like(act)
+        if self.ablation == "mean":
+            weight = mask.to(act).reshape(*mask.shape, *[1] * (act.ndim - 2))
+            return ((act * weight).sum((0, 1)) / weight.sum()).expand_as(act)
+        if len(act) < 2:
+            raise ValueError("resample knockout takes activations from other facts, so it needs two pairs or more")
+        generator = torch.Generator().manual_seed(self.seed)
+        # A random cycle: every fact gets another fact's activation, none its own.
+        cycle = torch.randperm(len(act), generator=generator)
+        other = torch.empty_like(cycle)
+        other[cycle] = cycle.roll(1)
+        return act[other.to(act.device)]
+
+
+def hook_names(component: Component) -> list[str]:
+    """The hooks at which a component's activation is replaced: keys and values both, for a key/value group."""
+    name = site(component)
+    return [name, name.replace("hook_v", "hook_k")] if component.kind == "kv" else [name]
+
+
+def activations(
+    model: Any, tokens: Tensor, attention_mask: Tensor, components: Components
+) -> dict[str, Float[Tensor, "fact pos *part"]]:
+    """The activations of all sites of some components; a router's flat axis is split into fact and position."""
+    names = sorted({name for component in components for name in hook_names(component)})
+    with torch.no_grad(), hooks.capture(model, names) as found:
+        model.logits(tokens, attention_mask)
+    return {name: act.reshape(*tokens.shape, *act.shape[-1:]) if act.ndim == 2 else act for name, act in found.items()}
+
+
+def targets(pairs: Any) -> Targets:
+    return Targets(answer=pairs.answer, distractor=pairs.distractor, mask=pairs.read_mask)
+
+
+def intervene(
+    model: Any,
+    pairs: Any,
+    base: Tensor,
+    components: Components,
+    replacement: dict[str, Tensor],
+    metric: Callable,
+    max_tokens: int,
+    progress: str | None,
+) -> Float[Tensor, "fact component"]:
+    """m(base run with the component's activation replaced) - m(base run), for each component alone."""
+    recorded = hooks.trace(model, base, pairs.attention_mask)
+    n = len(pairs)
+    read = pairs.read.to(recorded.inputs[0].device)
+    answers = targets(pairs)
+    with torch.no_grad():
+        before = metric(hooks.unembed(model, hooks.gather(recorded.inputs[-1], read)), answers)
+    change = torch.zeros(n, len(components), dtype=before.dtype, device=before.device)
+
+    def start(some: list[int]) -> hooks.Start:
+        edits = {
+            name: _replace([components[c] for c in some], [name in hook_names(components[c]) for c in some],
+                           replacement[name], n)
+            for name in dict.fromkeys(name for c in some for name in hook_names(components[c]))
+        }
+        return hooks.Start(torch.arange(n).repeat(len(some)), edits=edits)
+
+    layers = [component.layer for component in components]
+    for some, logits in sweep(recorded, layers, start, read, max_tokens=max_tokens, progress=progress):
+        for c, cell_logits in zip(some, logits, strict=True):
+            change[:, c] = metric(cell_logits, answers) - before
+    return change
+
+
+def _replace(
+    components: list[Component], applies: list[bool], replacement: Tensor, n: int
+) -> hooks.Edit:
+    """An edit of the rows of several components, n rows each: each gets its own component's part replaced."""
+
+    def edit(activation: Tensor) -> Tensor:
+        shape = activation.shape
+        cells = activation.clone().reshape(len(components), *replacement.shape)
+        for cell, component, here in zip(cells, components, applies, strict=True):
+            if not here:
+                continue
+            if component.index is None:
+                cell.copy_(replacement)
+            elif component.kind in ("head", "kv"):
+                cell[:, :, component.index] = replacement[:, :, component.index]
+            else:
+                cell[..., component.index] = replacement[..., component.index]
+        return cells.reshape(shape)
+
+    return edit

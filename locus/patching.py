@@ -1,0 +1,289 @@
+"""Exact activation-patching sweeps: the functions of `transformer_lens.patching`, many cells to a forward pass.
+
+Same names, arguments, options and result shapes as TransformerLens 4.3, so that a script moves over by changing the
+import; also takes a `HookedModel`, padded batches, and `progress=False`. Direction: clean activations are put into
+the run on the corrupted tokens (denoising); swap the two for noising.
+
+How it is fast: rows patched at layer l begin at layer l (`hooks.Trace.grow`), all cells share one pass up to
+`max_tokens` tokens, and only the positions that the metric reads are unembedded. `max_tokens` is a setting, not a
+function of free memory, so that results do not depend on the machine (the composition of a batch moves float32
+logits by about 1e-5).
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+import transformer_lens.patching as tl
+import transformer_lens.utilities as tl_utilities
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformer_lens.patching import PatchingResult
+
+from locus import hooks
+
+MAX_TOKENS = 4096
+
+Metric = Callable[[Tensor], Any]
+
+
+def sweep(
+    recorded: hooks.Trace,
+    layers: Sequence[int],
+    start: Callable[[list[int]], hooks.Start],
+    read: Int[Tensor, "batch read"],
+    *,
+    max_tokens: int = MAX_TOKENS,
+    progress: str | None = None,
+) -> Iterator[tuple[list[int], Float[Tensor, "cell batch read d_vocab"]]]:
+    """Run many cells (interventions), each on the whole recorded batch, as few passes as `max_tokens` allows.
+
+    Args:
+        recorded: the run that is intervened on.
+        layers: the layer of each cell.
+        start: cells of one layer → the rows they begin with, cell by cell, each with the batch's rows in order.
+        read: positions to unembed, for each row of the batch.
+        max_tokens: tokens (rows × positions) in one pass at the most.
+        progress: label of the progress bar; None for none.
+
+    Yields:
+        The numbers of some cells, and their logits.
+    """
+    batch, positions = recorded.inputs[0].shape[:2]
+    per_pass = max(1, max_tokens // (batch * positions))
+    order = sorted(range(len(layers)), key=lambda cell: layers[cell])
+    with tqdm(total=len(order), desc=progress, disable=progress is None, file=sys.stderr, leave=False) as bar:
+        for first in range(0, len(order), per_pass):
+            cells = order[first : first + per_pass]
+            by_layer: dict[int, list[int]] = {}
+            for cell in cells:
+                by_layer.setdefault(layers[cell], []).append(cell)
+            with torch.no_grad():
+                logits = recorded.grow({layer: start(some) for layer, some in by_layer.items()}, read)
+            yield cells, logits.reshape(len(cells), batch, *logits.shape[1:])
+            bar.update(len(cells))
+
+
+def generic_activation_patch(
+    model: Any,
+    corrupted_tokens: Int[Tensor, "batch pos"],
+    clean_cache: Any,
+    patching_metric: Metric | Mapping[str, Metric],
+    patch_setter: Callable[[Tensor, Sequence[int], Any], Tensor],
+    activation_name: str,
+    index_axis_names: Sequence[str] | None = None,
+    index_df: pd.DataFrame | None = None,
+    return_index_df: bool = False,
+    *,
+    reduce: str = "scalar",
+    baseline: bool = False,
+    attention_mask: Bool[Tensor, "batch pos"] | None = None,
+    max_tokens: int = MAX_TOKENS,
+    progress: bool = True,
+) -> Tensor | tuple[Tensor, pd.DataFrame] | PatchingResult:
+    """`transformer_lens.patching.generic_activation_patch`, faster; see there for the shared arguments.
+
+    Args:
+        model: a `HookedModel` or a `TransformerBridge`.
+        attention_mask: True at tokens, False at padding, on either side.
+        max_tokens: tokens in one forward pass at the most.
+        progress: show a bar.
+
+    Returns:
+        The metric for each cell: a tensor over the axes, flat when `index_df` is given; or a `PatchingResult`.
+
+    Raises:
+        ValueError: a metric has the wrong shape, or `reduce` is unknown.
+    """
+    model = _hooked(model)
+    metrics = dict(patching_metric) if isinstance(patching_metric, Mapping) else {"metric": patching_metric}
+    has_metric_axis = isinstance(patching_metric, Mapping)
+    if reduce not in ("scalar", "mean", "none"):
+        raise ValueError(f"reduce must be 'scalar', 'mean' or 'none', got {reduce!r}")
+    if not metrics:
+        raise ValueError("patching_metric is an empty mapping; give at least one metric")
+    want_result = has_metric_axis or reduce == "none" or baseline
+    if want_result and return_index_df:
+        raise ValueError("return_index_df goes with a tensor; a PatchingResult carries its index_df")
+    if (index_df is None) == (index_axis_names is None):
+        raise ValueError("give either index_axis_names or index_df")
+
+    corrupted_tokens = corrupted_tokens.to(model.bridge.cfg.device)
+    shape: list[int] = []
+    if index_df is None:
+        assert index_axis_names is not None
+        shape = [_axis(model, name, activation_name, corrupted_tokens.shape[1]) for name in index_axis_names]
+        index_df = tl.make_df_from_ranges(shape, list(index_axis_names))
+    cells = [row.to_list() for _, row in index_df.iterrows()]
+    batch = corrupted_tokens.shape[0]
+
+    def evaluate(logits: Tensor) -> Tensor:
+        """All metrics of one set of logits, [metric] or [metric, batch]."""
+        values = []
+        for name, metric in metrics.items():
+            value = torch.as_tensor(metric(logits))
+            expected = () if reduce == "scalar" else (batch,)
+            if value.shape != expected:
+                raise ValueError(
+                    f"metric {name!r} returned shape {tuple(value.shape)}; with reduce={reduce!r} it must return "
+                    f"{'a scalar' if reduce == 'scalar' else f'one value for each of the {batch} prompts'}"
+                )
+            values.append(value.detach())
+        return torch.stack(values)
+
+    recorded = hooks.trace(model, corrupted_tokens, attention_mask)
+    with torch.no_grad():
+        base_logits = model.logits(corrupted_tokens, attention_mask)
+        base = evaluate(base_logits)
+        same = (recorded.logits() - base_logits).abs().max() <= 1e-3 * max(1.0, float(base_logits.abs().max()))
+
+    def act_name(layer: int) -> str:
+        return tl_utilities.get_act_name(activation_name, layer=layer)
+
+    values = torch.zeros(len(metrics), len(cells), *base.shape[1:], dtype=base.dtype, device=base.device)
+    if not same:
+        print(
+            f"{model.name} cannot be continued from an inner layer; sweeping with one whole forward pass a cell",
+            file=sys.stderr,
+        )
+        for c, index in enumerate(tqdm(cells, disable=not progress, file=sys.stderr, leave=False)):
+            name = act_name(index[0])
+
+            def whole(activation: Tensor, index: Any = index, name: str = name) -> Tensor:
+                return patch_setter(activation.clone(), index, clean_cache[name])
+
+            with torch.no_grad(), hooks.edits(model, [(name, whole)]):
+                values[:, c] = evaluate(model.logits(corrupted_tokens, attention_mask))
+    else:
+        read = _positions_read(evaluate, base_logits, base)
+        seen = torch.full_like(base_logits, float("nan"))
+
+        def start(some: list[int]) -> hooks.Start:
+            layer = cells[some[0]][0]
+            clean = clean_cache[act_name(layer)]
+
+            def edit(activation: Tensor) -> Tensor:
+                parts = activation.clone().chunk(len(some))
+                return torch.cat([patch_setter(p, cells[c], clean) for p, c in zip(parts, some, strict=True)])
+
+            rows = torch.arange(batch).repeat(len(some))
+            if activation_name == "resid_pre":
+                return hooks.Start(rows, enter=edit)
+            return hooks.Start(rows, edits={act_name(layer): edit})
+
+        layers = [index[0] for index in cells]
+        label = f"patching {activation_name}" if progress else None
+        every = read.repeat(batch, 1)
+        for some, logits in sweep(recorded, layers, start, every, max_tokens=max_tokens, progress=label):
+            for c, cell_logits in zip(some, logits, strict=True):
+                seen[:, read] = cell_logits
+                values[:, c] = evaluate(seen)
+
+    if reduce == "mean":
+        values, base = values.mean(dim=-1), base.mean(dim=-1)
+    if shape:
+        values = values.reshape(len(metrics), *shape, *values.shape[2:])
+    if not want_result:
+        return (values[0], index_df) if return_index_df else values[0]
+    pick = (lambda t: t) if has_metric_axis else (lambda t: t[0])
+    return PatchingResult(
+        values=pick(values),
+        axis_names=list(index_axis_names or []),
+        index_df=index_df,
+        metric_names=list(metrics),
+        reduced=reduce != "none",
+        baseline=pick(base) if baseline else None,
+        has_metric_axis=has_metric_axis,
+    )
+
+
+get_act_patch_resid_pre = partial(
+    generic_activation_patch,
+    patch_setter=tl.layer_pos_patch_setter,
+    activation_name="resid_pre",
+    index_axis_names=("layer", "pos"),
+)
+get_act_patch_resid_mid = partial(get_act_patch_resid_pre, activation_name="resid_mid")
+get_act_patch_attn_out = partial(get_act_patch_resid_pre, activation_name="attn_out")
+get_act_patch_mlp_out = partial(get_act_patch_resid_pre, activation_name="mlp_out")
+get_act_patch_attn_head_out_by_pos = partial(
+    generic_activation_patch,
+    patch_setter=tl.layer_pos_head_vector_patch_setter,
+    activation_name="z",
+    index_axis_names=("layer", "pos", "head"),
+)
+get_act_patch_attn_head_q_by_pos = partial(get_act_patch_attn_head_out_by_pos, activation_name="q")
+get_act_patch_attn_head_k_by_pos = partial(get_act_patch_attn_head_out_by_pos, activation_name="k")
+get_act_patch_attn_head_v_by_pos = partial(get_act_patch_attn_head_out_by_pos, activation_name="v")
+get_act_patch_attn_head_pattern_by_pos = partial(
+    generic_activation_patch,
+    patch_setter=tl.layer_head_pos_pattern_patch_setter,
+    activation_name="pattern",
+    index_axis_names=("layer", "head_index", "dest_pos"),
+)
+get_act_patch_attn_head_pattern_dest_src_pos = partial(
+    generic_activation_patch,
+    patch_setter=tl.layer_head_dest_src_pos_pattern_patch_setter,
+    activation_name="pattern",
+    index_axis_names=("layer", "head_index", "dest_pos", "src_pos"),
+)
+get_act_patch_attn_head_out_all_pos = partial(
+    generic_activation_patch,
+    patch_setter=tl.layer_head_vector_patch_setter,
+    activation_name="z",
+    index_axis_names=("layer", "head"),
+)
+get_act_patch_attn_head_q_all_pos = partial(get_act_patch_attn_head_out_all_pos, activation_name="q")
+get_act_patch_attn_head_k_all_pos = partial(get_act_patch_attn_head_out_all_pos, activation_name="k")
+get_act_patch_attn_head_v_all_pos = partial(get_act_patch_attn_head_out_all_pos, activation_name="v")
+get_act_patch_attn_head_pattern_all_pos = partial(
+    generic_activation_patch,
+    patch_setter=tl.layer_head_pattern_patch_setter,
+    activation_name="pattern",
+    index_axis_names=("layer", "head_index"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Adopted:
+    """A `TransformerBridge` of the user's, with what the hooks need of a `HookedModel`."""
+
+    bridge: Any
+    name: str = "the model"
+
+    def logits(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = None if attention_mask is None else attention_mask.long()
+        return self.bridge(tokens, attention_mask=mask, return_type="logits", use_cache=False)
+
+
+def _hooked(model: Any) -> Any:
+    return _Adopted(model) if hasattr(model, "original_model") and not hasattr(model, "weights") else model
+
+
+def _axis(model: Any, name: str, activation: str, positions: int) -> int:
+    """Length of an axis of a sweep, by TransformerLens' name for it."""
+    cfg = model.bridge.cfg
+    if name == "layer":
+        return cfg.n_layers
+    if name in ("pos", "src_pos", "dest_pos"):
+        return positions
+    if name in ("head", "head_index"):
+        return (activation in ("k", "v") and getattr(cfg, "n_key_value_heads", None)) or cfg.n_heads
+    raise ValueError(f"unknown axis {name!r}; the axes are layer, pos, head, head_index, src_pos, dest_pos")
+
+
+def _positions_read(
+    evaluate: Callable[[Tensor], Tensor], logits: Float[Tensor, "batch pos d_vocab"], value: Tensor
+) -> Int[Tensor, " read"]:
+    """The positions that the metrics read: the last one if all else may be NaN without changing them, else all."""
+    hidden = torch.full_like(logits, float("nan"))
+    hidden[:, -1] = logits[:, -1]
+    with torch.no_grad():
+        if torch.equal(evaluate(hidden), value):
+            return torch.tensor([logits.shape[1] - 1])
+    return torch.arange(logits.shape[1])
