@@ -27,7 +27,8 @@ def edits(model: Any, hooks: Sequence[tuple[str, Edit]]) -> Iterator[None]:
     handles = []
     try:
         for name, edit in hooks:
-            handles.append(_point(model, name).register_forward_hook(_edit_hook(_point(model, name), edit)))
+            point = _point(model, name)
+            handles.append(point.register_forward_hook(_edit_hook(point, edit, name.endswith("hook_resid_mid"))))
         yield
     finally:
         for handle in handles:
@@ -173,6 +174,8 @@ def trace(
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def before_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model.dtype == torch.float64:
+            args, kwargs = _finite(args), _finite(kwargs)
         kwargs = dict(kwargs)
         residual = args[0] if args else kwargs.pop("hidden_states")
         inputs.append(residual.detach())
@@ -215,7 +218,8 @@ def prefix(
     `layer` 0 is the output of the embeddings; `n_layers` is the input of the final norm.
     """
     recorded = trace(model, tokens, attention_mask)
-    kept = tuple(x if i == layer else x[:, :0] for i, x in enumerate(recorded.inputs))
+    # The other layers' inputs are given back; a view of one zero holds their shape.
+    kept = tuple(x if i == layer else x.new_zeros(()).expand_as(x) for i, x in enumerate(recorded.inputs))
     return Prefix(Trace(model, kept, recorded.calls), layer)
 
 
@@ -251,14 +255,50 @@ def _point(model: Any, name: str) -> nn.Module:
     return point
 
 
-def _edit_hook(point: Any, edit: Edit) -> Callable[..., Tensor]:
+def _edit_hook(point: Any, edit: Edit, in_place: bool) -> Callable[..., Tensor]:
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         conversion = point.hook_conversion
         if conversion is None:
-            return edit(output)
-        return conversion.revert(edit(conversion.convert(output)), output)
+            new = edit(output)
+        else:
+            new = conversion.revert(edit(conversion.convert(output)), output)
+        # Inside a block the residual stream goes on past this hook too, in the same tensor.
+        return output.copy_(new) if in_place and new is not output else new
 
     return hook
+
+
+@contextmanager
+def finite_masks(model: Any) -> Iterator[None]:
+    """Within the block, attention masks stay finite in float32, in which softmax is taken.
+
+    Else a query that may attend to nothing (left padding), masked with float64's minimum, is -inf everywhere in
+    float32, its pattern NaN, and the NaN spreads through the values to every real token.
+    """
+
+    def before_block(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _finite(args), _finite(kwargs)
+
+    handles = [b.register_forward_pre_hook(before_block, with_kwargs=True) for b in model.bridge.blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite(value: Any) -> Any:
+    """Block arguments with their [batch, head, query, key] masks in additive, finite form."""
+    if isinstance(value, Tensor) and value.ndim == 4:
+        floor = torch.finfo(torch.float32).min / 2
+        if value.dtype == torch.bool:
+            return torch.zeros(value.shape, dtype=torch.float64, device=value.device).masked_fill(~value, floor)
+        return value.clamp(min=floor) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_finite(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return value
 
 
 def _last(share: float, edit: Edit) -> Edit:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from locus import hooks
 from locus.components import Components, components
 
 # Largest relative difference of logits that still counts as the same function, by dtype: float32 rounding
@@ -107,12 +108,13 @@ class HookedModel:
         Autograd is on unless the caller turns it off. Logits at padding mean nothing.
         """
         mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.long()
-        return self.bridge(
-            tokens.to(self.device),
-            attention_mask=None if mask is None else mask.to(self.device),
-            return_type="logits",
-            use_cache=False,
-        )
+        with hooks.finite_masks(self) if mask is not None and self.dtype == torch.float64 else nullcontext():
+            return self.bridge(
+                tokens.to(self.device),
+                attention_mask=None if mask is None else mask.to(self.device),
+                return_type="logits",
+                use_cache=False,
+            )
 
     def components(self, kind: str) -> Components:
         """All heads, kv groups, neurons, values, mlps, attns or experts of the model, layer by layer."""
@@ -288,10 +290,8 @@ def wrap(hf_model: nn.Module, tokenizer: Any, name: str = "local") -> HookedMode
             f"{name}: the wrapped model's logits differ from Hugging Face's by up to {model.parity:.2g}; "
             "its architecture is not supported correctly, so nothing measured on it could be trusted"
         )
-    from locus.hooks import trace
-
     with torch.no_grad():
-        continued = trace(model, tokens).logits()
+        continued = hooks.trace(model, tokens).logits()
     model.fast = bool(((continued - wrapped).abs().max() <= 1e-3 * max(1.0, float(wrapped.abs().max()))).item())
     return model
 

@@ -256,6 +256,10 @@ class _Adopted:
     bridge: Any
     name: str = "the model"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.bridge.original_model.parameters()).dtype
+
     def logits(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         mask = None if attention_mask is None else attention_mask.long()
         return self.bridge(tokens, attention_mask=mask, return_type="logits", use_cache=False)

@@ -99,8 +99,10 @@ def test_padded_batch_equals_its_prompts_alone(any_model, side):
         at = logits[torch.arange(len(logits)), last]
         return at[:, 5] - at[:, 6]
 
-    with torch.no_grad():
-        _, cache = any_model.bridge.run_with_cache(clean, attention_mask=mask.long())
+    from locus.localize.interventions import activations
+
+    attn = any_model.components("attn")
+    cache = activations(any_model, clean, mask, attn)
     together = patching.get_act_patch_attn_out(
         any_model, corrupted, cache, metric, attention_mask=mask, reduce="none", progress=False
     ).values

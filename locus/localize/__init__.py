@@ -5,7 +5,7 @@ A method is one frozen dataclass whose `score` returns Float["fact component"] w
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 
+@runtime_checkable
 class Method(Protocol):
     """What a localizer is."""
 
