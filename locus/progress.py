@@ -1,0 +1,50 @@
+"""Progress of long work: a bar with the time left in a terminal or a notebook, plain lines elsewhere."""
+
+import sys
+import time
+
+from tqdm.auto import tqdm
+
+
+class Progress:
+    """Counts runs. `total` may change on the way; results that are already there take no time and count as none."""
+
+    def __init__(self, total: int, *, enabled: bool = True, seconds: float = 15.0) -> None:
+        self._lively = enabled and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        self._plain = enabled and not self._lively
+        self._bar = tqdm(total=total, unit="run", disable=not self._lively, dynamic_ncols=True)
+        self._total, self._done, self._stage = total, 0, ""
+        self._seconds, self._start, self._last = seconds, time.monotonic(), time.monotonic()
+
+    def stage(self, name: str) -> None:
+        self._stage = name
+        self._bar.set_description(name)
+        self.say(name) if self._plain else None
+
+    def extend(self, n: int) -> None:
+        """n more runs are to be done (fewer, if n is negative)."""
+        self._total = self._bar.total = self._total + n
+        self._bar.refresh()
+
+    def done(self, what: str) -> None:
+        self._done += 1
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update()
+        now = time.monotonic()
+        if self._plain and now - self._last >= self._seconds:
+            self._last = now
+            left = (now - self._start) / self._done * (self._total - self._done)
+            self.say(
+                f"{self._stage}: {self._done} of {self._total} runs, {what}; about {_duration(left)} left"
+            )
+
+    def say(self, text: str) -> None:
+        """A line that does not break the bar."""
+        self._bar.write(text, file=sys.stderr) if self._lively else print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,330 @@
+"""Compare editing what was located with editing somewhere else: arms, tuning, seeds, resuming.
+
+A study is a list of runs (locus.runs), each with its own result file, so it can be stopped at any moment and goes on
+with the same call. The table is assembled from those files alone.
+
+Left out: running several updates at once (the result must not depend on how many), and relearning (locus.relearn).
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from locus import evaluate as ev
+from locus import runs
+from locus.facts import Facts
+from locus.folder import Folder, enter, write
+from locus.models import HookedModel
+from locus.progress import Progress
+from locus.runs import Case, Plan, Run, named
+
+# Of table.parquet and table.csv: one measured number a row. step = -1 for numbers of a whole run.
+COLUMNS = "model facts localizer arm kind budget objective seed draw step metric value status".split()
+
+
+def compare(
+    model: HookedModel,
+    facts: Facts,
+    plan: Plan | None = None,
+    *,
+    out: str | Path,
+    other: Facts | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Does editing located components unlearn better than editing somewhere else? Returns the table.
+
+    Arms, for each seed and objective: each localizer's `top` and `bottom` components, `random` ones of the same number
+    in every layer, all components of the `kind`, `all` parameters, and `none` (the model as it is). Then every layer's
+    MLP is edited alone and compared with its causal effect, fact by fact.
+
+    facts: those that the model does not know are dropped first.   other: facts of other relations, only measured.
+    out: the run folder. Results are kept there as they come, and the same call goes on where it was stopped; a folder
+        of other settings is refused. It ends with table.parquet, table.csv, layer_scan.parquet and settings.json.
+    """
+    plan = plan or Plan()
+    bar = Progress(0, enabled=progress)
+    threads = torch.get_num_threads()
+    # The number of threads can change the last bits of a sum, so it is one of the settings.
+    torch.set_num_threads(plan.threads)
+    try:
+        facts = facts.known_by(model)
+        other = other.known_by(model) if other else None
+        settings = _settings(model, facts, other, plan)
+        record = {"settings": settings, "verdict rule": rule(plan)}
+        folder = enter(Path(out), settings, record, bar.say)
+        return _Study(model, facts, other, plan, folder, bar, record).run()
+    finally:
+        bar.close()
+        torch.set_num_threads(threads)
+
+
+def rule(plan: Plan) -> dict[str, Any]:
+    """How the study will be judged; written down before its first run."""
+    return {
+        "metric": "aues",
+        "contrast": "top minus the mean of its random draws, paired by seed",
+        "localizers": list(named(plan.localizers)),
+        "objectives": list(named(plan.objectives)),
+        "bound": plan.bound,
+        "equivalent": "the 90% interval of the difference is inside ± bound",
+        "better or worse": "else the 95% interval excludes 0, Holm over contrasts",
+        "undecided": "else",
+    }
+
+
+class _Study:
+    """One call of compare(): the list of runs, and where their results go."""
+
+    def __init__(
+        self,
+        model: HookedModel,
+        facts: Facts,
+        other: Facts | None,
+        plan: Plan,
+        folder: Folder,
+        bar: Progress,
+        record: dict[str, Any],
+    ) -> None:
+        self.model, self.facts, self.other, self.plan = model, facts, other, plan
+        self.folder, self.bar, self.record = folder, bar, record
+        self.objectives = list(named(plan.objectives))
+        self.arms = [("", "kind", 0), ("", "all", 0)]
+        for name in named(plan.localizers):
+            self.arms += [
+                (name, "top", 0),
+                (name, "bottom", 0),
+                *((name, "random", i) for i in range(plan.draws)),
+            ]
+        self._cases: dict[int, Case] = {}
+        self._text: ev.DriftText | None = None
+
+    def run(self) -> pd.DataFrame:
+        plan = self.plan
+        scanned = plan.seeds[: plan.scan_seeds]
+        layers = _layers(self.model.cfg.n_layers, plan.scan_layers)
+        tuning = sum(len(grid) * len(self._tuned_on(kind)) for kind, grid in plan.rates)
+        compared = len(plan.seeds) * len(self.arms)
+        self.bar.extend(
+            len(self.objectives) * (tuning + compared) + len(plan.seeds) + len(scanned) * (len(layers) + 1)
+        )
+        self.bar.stage("tuning learning rates")
+        rates = {objective: self._tune(objective) for objective in self.objectives}
+        results = [result for seed in plan.seeds for result in self._compare(seed, rates)]
+        self.bar.stage("editing one layer at a time")
+        scan = pd.concat([self._scan(seed, layers) for seed in scanned], ignore_index=True)
+        table = _table(self.model.name, self.facts.name, plan, results)
+        self.record["checkpoints"] = density(table)
+        out = self.folder.path
+        write(out / "layer_scan.parquet", lambda path: scan.to_parquet(path, index=False))
+        write(out / "table.parquet", lambda path: table.to_parquet(path, index=False))
+        write(out / "table.csv", lambda path: table.to_csv(path, index=False))
+        self.folder.note(self.record)
+        return table
+
+    def _compare(self, seed: int, rates: dict[str, dict[str, float]]) -> list[tuple[Run, dict[str, Any]]]:
+        self.bar.stage(f"seed {seed}")
+        todo = [Run("compare", seed, "", "none")]
+        for objective in self.objectives:
+            for localizer, arm, draw in self.arms:
+                run = Run("compare", seed, objective, arm, localizer, draw)
+                todo.append(replace(run, rate=rates[objective][run.type]))
+        return [(run, self._result(run)) for run in todo]
+
+    def _tuned_on(self, kind: str) -> list[tuple[str, str, int]]:
+        """The masks that a rate is tuned on: for masked ones, as many located as random."""
+        if kind != "masked":
+            return [("", kind, 0)]
+        return [(name, arm, 0) for name in named(self.plan.localizers) for arm in ("top", "random")]
+
+    def _tune(self, objective: str) -> dict[str, float]:
+        """The best rate of each type of arm, by mean AUES on the tuning seed."""
+        chosen = {}
+        tuning = self.record.setdefault("tuning", {})[objective] = {}
+        for kind, grid in self.plan.rates:
+            found: dict[float, float] = {}
+            missing, extended = list(grid), 0
+            while missing:
+                for rate in missing:
+                    found[rate] = self._tuning_area(objective, kind, rate)
+                best = max(sorted(found), key=found.__getitem__)
+                beyond = _beyond(sorted(found), best)
+                missing = beyond if extended < self.plan.extend else []
+                extended += len(missing)
+                self.bar.extend(len(missing) * len(self._tuned_on(kind)))
+            chosen[kind] = best
+            areas = {f"{rate:.6g}": area for rate, area in sorted(found.items())}
+            tuning[kind] = {"chosen": best, "at the edge": bool(beyond), "mean AUES by rate": areas}
+        self.folder.note(self.record)
+        return chosen
+
+    def _tuning_area(self, objective: str, kind: str, rate: float) -> float:
+        areas = []
+        for localizer, arm, draw in self._tuned_on(kind):
+            result = self._result(Run("tune", self.plan.tuning_seed, objective, arm, localizer, draw, rate))
+            areas += [value for step, name, value in result["rows"] if (step, name) == (-1, "aues")]
+        return float(np.mean(areas))
+
+    def _scan(self, seed: int, layers: list[int]) -> pd.DataFrame:
+        """Causal effect of each layer's MLP on each fact, and what editing that MLP alone unlearns of it.
+
+        effect: logit difference that the MLP's clean output restores in the corrupted run, patched at all positions.
+        unlearning: 1 - min(1, p / p of the original) at the end of the run; mean_unlearning: averaged over its
+            checkpoints, for runs that end with nothing left in any layer.
+        """
+        name = f"scan-seed{seed}-effects.json"
+        effects = self._kept(name, seed, lambda case: runs.causal_effects(self.model, case, seed))
+        frames = []
+        for layer in layers:
+            result = self._result(
+                Run("scan", seed, self.objectives[0], "mlp", rate=self.plan.scan_rate, layer=layer)
+            )
+            columns = {
+                "layer": layer,
+                "fact": effects["facts"],
+                "effect": [row[layer] for row in effects["values"]],
+            }
+            columns |= {"unlearning": result["end"], "mean_unlearning": result["mean"]}
+            frames.append(pd.DataFrame(columns | {"seed": seed, "status": result["status"]}))
+        # A fact without an aligned partner has no causal effect to compare with.
+        return pd.concat(frames, ignore_index=True).dropna(subset="effect", ignore_index=True)
+
+    def _result(self, run: Run) -> dict[str, Any]:
+        def execute(case: Case) -> dict[str, Any]:
+            if self._text is None:
+                self._text = ev.drift_text(self.model)
+            return runs.execute(self.model, case, self.plan, run, self._text)
+
+        return self._kept(run.file, run.seed, execute, str(run))
+
+    def _kept(
+        self, name: str, seed: int, make: Callable[[Case], dict[str, Any]], label: str = ""
+    ) -> dict[str, Any]:
+        """The result of that name: read if it is there, made and kept if not."""
+        result = self.folder.load(name)
+        if result is not None:
+            self.bar.extend(-1)
+            return result
+        result = make(self._case(seed))
+        self.folder.save(name, result)
+        self.bar.done(label or name)
+        return result
+
+    def _case(self, seed: int) -> Case:
+        if seed not in self._cases:
+            draws = 1 if seed == self.plan.tuning_seed else self.plan.draws
+            # One seed at a time: the masks of a large model are large.
+            self._cases = {
+                seed: runs.prepare(self.model, self.facts, self.other, self.plan, seed, draws=draws)
+            }
+        return self._cases[seed]
+
+
+def _settings(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan) -> dict[str, Any]:
+    """All that decides a number of the study, as JSON."""
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    fields |= {name: [repr(method) for method in fields[name]] for name in ("localizers", "objectives")}
+    listed = [[dataclasses.astuple(fact) for fact in some or ()] for some in (facts, other)]
+    names = ("locus-interp", "torch", "transformers", "transformer-lens")
+    settings = {
+        "model": model.name,
+        "fingerprint": model.fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "facts": facts.name,
+        "known facts": len(facts),
+        "facts sha256": hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12],
+        **fields,
+        "versions": {name: version(name) for name in names},
+    }
+    return json.loads(json.dumps(settings))
+
+
+def _layers(n: int, wanted: int | None) -> list[int]:
+    """`wanted` layers, evenly spaced from the first to the last; all if there are no more."""
+    if wanted is None or wanted >= n:
+        return list(range(n))
+    return sorted({round(x) for x in np.linspace(0, n - 1, wanted).tolist()})
+
+
+def _beyond(grid: Sequence[float], best: float) -> list[float]:
+    """The next rates outside the grid if the best is at its edge, in the ratio of the rates there (3 for a single one)."""
+    if len(grid) == 1:
+        return [best / 3, best * 3]
+    if best == grid[0]:
+        return [best * grid[0] / grid[1]]
+    return [best * grid[-1] / grid[-2]] if best == grid[-1] else []
+
+
+def _table(model: str, facts: str, plan: Plan, results: Sequence[tuple[Run, dict[str, Any]]]) -> pd.DataFrame:
+    rows = []
+    common = _common_areas(plan, results)
+    names = {
+        f"{side}_{kind}": f"{side}_strength_{kind}" for side in ("forget", "retain") for kind in runs.KINDS
+    }
+    names |= {f"{side}_{plan.strength}": f"{side}_strength" for side in ("forget", "retain")}
+    for i, (run, result) in enumerate(results):
+        head = (
+            model,
+            facts,
+            run.localizer,
+            run.arm,
+            plan.kind,
+            plan.budget,
+            run.objective,
+            run.seed,
+            run.draw,
+        )
+        numbers = [*result["rows"], [-1, "aues_common", common[i]]]
+        rows += [
+            (*head, step, names.get(m, m) if step >= 0 else m, value, result["status"])
+            for step, m, value in numbers
+        ]
+    return pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
+
+
+def _common_areas(plan: Plan, results: Sequence[tuple[Run, dict[str, Any]]]) -> list[float]:
+    """AUES over the range of retain strength that every run of its seed and objective reaches; NaN if there is none."""
+    points = [runs.points(result["rows"], plan.strength) for _, result in results]
+    areas = []
+    for run, _ in results:
+        peers = [
+            p
+            for p, (r, _) in zip(points, results, strict=True)
+            if (r.seed, r.objective) == (run.seed, run.objective)
+        ]
+        low = max(min(retained for retained, _ in p) for p in peers)
+        high = min(max(retained for retained, _ in p) for p in peers)
+        areas.append((low, high))
+    return [
+        ev.aues(p, between=(max(0.0, low), min(1.0, high)))
+        if min(1.0, high) - max(0.0, low) > 0.01
+        else math.nan
+        for p, (low, high) in zip(points, areas, strict=True)
+    ]
+
+
+def density(table: pd.DataFrame, *, limit: float = 0.005) -> dict[str, Any]:
+    """Whether the checkpoints are dense enough: how far AUES moves when every other one is left out."""
+    whole = table[(table.step == -1) & (table.arm != "none")]
+    keys = ["localizer", "arm", "objective", "seed", "draw"]
+    wide = whole[whole.metric.isin(["aues", "aues_halved"])].pivot(
+        index=keys, columns="metric", values="value"
+    )
+    moved = (wide["aues"] - wide["aues_halved"]).abs()
+    mean, largest = float(moved.mean()), float(moved.max())
+    return {
+        "mean change of AUES when halved": mean,
+        "largest": largest,
+        "limit": limit,
+        "met": bool(mean < limit),
+    }

@@ -1,0 +1,117 @@
+"""The command line: exit codes, one clear line for a mistake, and the commands really run."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from small import facts, model
+
+from locus import cli
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    code = cli.main(list(words))
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The commands on the small model instead of a built-in one."""
+    monkeypatch.setattr(cli, "_load", lambda name: model())
+    monkeypatch.setattr(cli, "_facts", lambda name, of: (facts(), None))
+
+
+def test_help_is_quick_and_shows_an_example_of_each():
+    code = "import sys, locus.cli as c\ntry: c.main(['--help'])\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.strip() == "False" and time.monotonic() - start < 5
+    for command in ("compare", "localize", "unlearn", "sites", "report", "fetch"):
+        assert command in done.stdout
+    assert done.stdout.count("Example:") == 6
+
+
+@pytest.mark.parametrize(
+    "words", [("nonsense",), ("compare", "--budget", "much"), ("fetch", "gpt5"), ("report",)]
+)
+def test_wrong_words_exit_with_2(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(words))
+    assert stop.value.code == 2
+
+
+def test_mistakes_are_one_line_with_the_way_out(tmp_path, capsys):
+    for words in (
+        ("sites", str(tmp_path / "absent")),
+        ("sites", str(tmp_path)),
+        ("report", str(tmp_path)),
+    ):
+        code, out, err = run(capsys, *words)
+        assert code == 2 and out == "" and err.startswith("locus: ") and err.count("\n") == 1, words
+        assert "Traceback" not in err
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+    def stop(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", stop)
+    code, _, err = run(capsys, "compare", "--seeds", "0")
+    assert code == 130 and "the same command goes on: locus compare --seeds 0" in err
+    code, _, err = run(capsys, "sites", "tiny")
+    assert code == 130 and "goes on" not in err
+
+
+def test_sites(small, capsys):
+    code, out, _ = run(capsys, "sites", "tiny")
+    assert (
+        code == 0
+        and "hook     blocks.0.mlp.hook_post" in out
+        and "model.layers.0.mlp.down_proj.weight" in out
+    )
+    assert "expert: none" in out
+
+
+def test_localize(small, capsys, tmp_path):
+    code, out, _ = run(
+        capsys, "localize", "tiny", "--components", "head", "--top", "3", "--save", str(tmp_path / "s")
+    )
+    assert code == 0 and "L" in out and len(out.strip().splitlines()) == 6
+    assert (tmp_path / "s").is_file()
+    code, _, err = run(
+        capsys, "localize", "tiny", "--method", "activation-patching", "--components", "neuron"
+    )
+    assert code == 2 and "neuron" in err
+
+
+def test_unlearn(small, capsys, tmp_path):
+    edit = tmp_path / "edit"
+    code, out, _ = run(
+        capsys,
+        "unlearn",
+        "tiny",
+        "--forget",
+        "4",
+        "--steps",
+        "5",
+        "--lr",
+        "0.03",
+        "--budget",
+        "0.2",
+        "--out",
+        str(edit),
+    )
+    assert code == 0 and "entries changed" in out and "mean after" in out and edit.is_dir()
+
+
+def test_compare_and_report(small, capsys, tmp_path):
+    words = "compare --seeds 0 1 --draws 2 --steps 4 --forget 4 --methods attribution-patching --budget 0.1".split()
+    code, out, err = run(capsys, *words, "--out", str(tmp_path / "run"))
+    assert code == 0 and "Report: " in out and (tmp_path / "run" / "report.html").stat().st_size > 1000
+    (tmp_path / "run" / "report.html").unlink()
+    code, out, _ = run(capsys, "report", str(tmp_path / "run"))
+    assert code == 0 and (tmp_path / "run" / "report.html").is_file()
+    code, _, err = run(capsys, *words, "--out", str(tmp_path / "run"), "--budget", "0.2")
+    assert code == 2 and "budget" in err and "--out" in err

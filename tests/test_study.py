@@ -1,0 +1,272 @@
+"""A study can be stopped anywhere, ends in the same table, and its numbers follow from its trajectories."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from small import facts, model
+
+from locus import evaluate as ev
+from locus import runs, study
+from locus.folder import Folder
+from locus.localize import AttributionPatching
+from locus.progress import Progress
+from locus.runs import Plan, Run
+from locus.study import compare
+
+PLAN = Plan(
+    localizers=(AttributionPatching(),),
+    budget=0.1,
+    draws=2,
+    seeds=(0, 1),
+    forget=4,
+    part=6,
+    steps=4,
+    rates=(("masked", (1e-2, 3e-2)), ("kind", (1e-2,)), ("all", (1e-3, 3e-3))),
+    extend=1,
+    scan_layers=2,
+    scan_steps=3,
+    threads=1,
+)
+
+
+def run(out: Path, plan: Plan = PLAN) -> pd.DataFrame:
+    return compare(model(), facts(), plan, out=out, progress=False)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> tuple[Path, pd.DataFrame]:
+    out = tmp_path_factory.mktemp("study") / "run"
+    return out, run(out)
+
+
+def test_every_arm_of_every_seed_is_in_the_table(done):
+    out, table = done
+    assert list(table.columns) == study.COLUMNS
+    ends = table[(table.metric == "aues") & (table.step == -1)]
+    assert ends.groupby(["seed", "arm"]).size().to_dict() == {
+        (seed, arm): 2 if arm == "random" else 1
+        for seed in (0, 1)
+        for arm in ("none", "top", "bottom", "random", "kind", "all")
+    }
+    size = table[table.metric == "n_parameters"].set_index(["seed", "arm", "draw"]).value
+    assert size[0, "top", 0] == size[0, "bottom", 0] == size[0, "random", 0] == size[0, "random", 1]
+    assert (
+        size[0, "all", 0]
+        == sum(w.numel() for w in model().weights.values())
+        > size[0, "kind", 0]
+        > size[0, "top", 0]
+    )
+    norms = table[table.metric == "update_norm"]
+    assert len(norms) == 2 * 6 and (norms.value > 0).all()
+    assert (
+        table[table.metric == "forget_strength"]
+        .groupby(["seed", "arm", "localizer", "draw"])
+        .step.nunique()
+        .max()
+        == 5
+    )
+    pd.testing.assert_frame_equal(table, pd.read_parquet(out / "table.parquet"))
+    assert len(pd.read_csv(out / "table.csv")) == len(table)
+    unknown = {m for m in table.metric.unique() if m not in ev.DIRECTION}
+    assert not unknown
+
+
+def test_areas_follow_from_the_trajectories(done):
+    _, table = done
+    for key, part in table.groupby(["arm", "localizer", "objective", "seed", "draw"]):
+        curve = part[part.step >= 0].pivot(index="step", columns="metric", values="value")
+        points = list(zip(curve.retain_strength, curve.forget_strength, strict=True))
+        value = part[part.step == -1].set_index("metric").value
+        assert value["aues"] == ev.aues(points) == value["aues_extraction"], key
+        assert value["aues_halved"] == ev.aues(points[::2])
+        assert value["forget_at_95"] == max(f for r, f in points if r >= 0.95 * points[0][0])
+    nothing = table[(table.arm == "none") & (table.metric == "aues")].value
+    assert (nothing == 0).all()
+
+
+def test_controls_match_the_located_mask_by_layer():
+    case = runs.prepare(model(), facts(), None, PLAN, 0, draws=2)
+    top = case.masks["AttributionPatching", "top", 0]
+    for draw in (0, 1):
+        random = case.masks["AttributionPatching", "random", draw]
+        layers = top.components.layers
+        for layer in layers.unique():
+            assert top.selected[layers == layer].sum() == random.selected[layers == layer].sum()
+    again = runs.prepare(model(), facts(), None, PLAN, 1, draws=1)
+    assert set(case.split.forget) != set(again.split.forget)
+
+
+def test_the_layer_scan_has_effect_and_unlearning_of_each_fact(done):
+    out, _ = done
+    scan = pd.read_parquet(out / "layer_scan.parquet")
+    assert sorted(scan.layer.unique()) == [0, 2] and scan.groupby("layer").size().nunique() == 1
+    assert scan.unlearning.between(0, 1).all() and scan.mean_unlearning.between(0, 1).all()
+    case = runs.prepare(model(), facts(), None, PLAN, 0, draws=1)
+    effects = runs.causal_effects(model(), case, 0)
+    by_fact = dict(zip(effects["facts"], effects["values"], strict=True))
+    for row in scan.itertuples():
+        assert row.effect == by_fact[row.fact][row.layer]
+
+
+def test_settings_say_everything(done):
+    out, _ = done
+    record = json.loads((out / "settings.json").read_text())
+    assert record["settings"]["fingerprint"] == model().fingerprint and record["settings"]["seeds"] == [0, 1]
+    assert record["verdict rule"]["bound"] == PLAN.bound
+    tuned = record["tuning"]["NPO"]
+    assert set(tuned) == {"masked", "kind", "all"}
+    for kind, found in tuned.items():
+        areas = found["mean AUES by rate"]
+        assert areas[f"{found['chosen']:.6g}"] == max(areas.values())
+        assert len(areas) >= len(dict(PLAN.rates)[kind])
+    assert record["checkpoints"]["limit"] == 0.005
+
+
+def test_the_verdict_rule_is_written_before_the_first_run(tmp_path, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def execute(*_):
+        assert json.loads((tmp_path / "run" / "settings.json").read_text())["verdict rule"] == study.rule(
+            PLAN
+        )
+        raise Seen
+
+    monkeypatch.setattr(runs, "execute", execute)
+    threads = torch.get_num_threads()
+    with pytest.raises(Seen):
+        run(tmp_path / "run")
+    assert torch.get_num_threads() == threads
+
+
+def test_an_interrupted_study_goes_on_to_the_same_table(done, tmp_path, monkeypatch, capsys):
+    _, expected = done
+    out, save, count = tmp_path / "run", Folder.save, 0
+
+    def stop_halfway(self, name, result):
+        nonlocal count
+        count += 1
+        if count == 9:
+            raise KeyboardInterrupt
+        save(self, name, result)
+
+    monkeypatch.setattr(Folder, "save", stop_halfway)
+    with pytest.raises(KeyboardInterrupt):
+        run(out)
+    monkeypatch.undo()
+    files = sorted((out / "runs").glob("*.json"))
+    assert len(files) == 8 and not (out / "table.parquet").exists()
+    # A file cut short, one of another study, one with a number changed by hand: each is named and computed again.
+    files[0].write_text(files[0].read_text()[:50])
+    files[1].write_text(json.dumps(json.loads(files[1].read_text()) | {"settings": "0"}))
+    changed = json.loads(files[2].read_text())
+    changed["result"]["rows"][0][2] = 0.123
+    files[2].write_text(json.dumps(changed))
+    pd.testing.assert_frame_equal(run(out), expected)
+    said = capsys.readouterr().err
+    for file, reason in zip(files, ("damaged", "other settings", "changed"), strict=False):
+        assert any(file.name in line and reason in line for line in said.splitlines())
+
+
+def test_killed_at_any_moment(done, tmp_path):
+    _, expected = done
+    out = tmp_path / "run"
+    code = "import sys, pathlib, test_study; test_study.run(pathlib.Path(sys.argv[1]))"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(out)], env=environment, cwd=Path(__file__).parent
+    )
+    deadline = time.monotonic() + 120
+    while (
+        len(list((out / "runs").glob("*.json"))) < 3
+        and time.monotonic() < deadline
+        and process.poll() is None
+    ):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 3 <= len(list((out / "runs").glob("*.json")))
+    pd.testing.assert_frame_equal(run(out), expected)
+
+
+def test_a_folder_of_other_settings_is_refused(done, tmp_path):
+    out, _ = done
+    with pytest.raises(ValueError, match=r"other settings \(steps; .*was 4 and is now 6.*--out"):
+        run(out, replace(PLAN, steps=6))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds no study"):
+        run(tmp_path)
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        run(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_that_fails_has_a_status_and_the_study_goes_on(tmp_path):
+    plan = replace(
+        PLAN, seeds=(0,), draws=1, extend=0, rates=(("masked", (1e4,)), ("kind", (1e-2,)), ("all", (1e-2,)))
+    )
+    table = run(tmp_path / "run", plan)
+    status = table[table.metric == "aues"].set_index("arm").status
+    assert status["top"] in ("diverged", "collapsed") and status["none"] == "finished"
+    assert table[table.metric == "aues"].value.notna().all()
+
+
+def test_the_best_rate_at_an_edge_extends_the_grid(tmp_path):
+    def tuned(best: float, extend: int) -> dict:
+        record: dict = {}
+        plan = replace(PLAN, extend=extend)
+        made = study._Study(
+            model(), facts(), None, plan, Folder(tmp_path, "", print), Progress(0, enabled=False), record
+        )
+        made._tuning_area = lambda objective, kind, rate: -abs(rate - best)
+        made._tune("NPO")
+        return record["tuning"]["NPO"]["masked"]
+
+    assert tuned(0.01 / 9, 3)["chosen"] == pytest.approx(0.01 / 9)
+    found = tuned(0.03 * 3, 3)
+    assert (
+        found["chosen"] == pytest.approx(0.09)
+        and not found["at the edge"]
+        and len(found["mean AUES by rate"]) == 4
+    )
+    assert tuned(10.0, 2)["at the edge"] and tuned(10.0, 2)["chosen"] == pytest.approx(0.27)
+
+
+def test_plan_refuses_what_cannot_be():
+    for wrong in (
+        {"seeds": ()},
+        {"seeds": (1, 1)},
+        {"seeds": (1000,)},
+        {"steps": 5, "every": 2},
+        {"rates": (("masked", (1e-3,)),)},
+    ):
+        with pytest.raises(ValueError):
+            Plan(**wrong)
+    assert Run("compare", 3, "NPO", "random", "Activations()", 2, 1e-3).file == (
+        "compare-seed3-NPO-Activations__-random-draw2-0.001.json"
+    )
+
+
+def test_progress_is_plain_lines_when_nobody_watches(capsys):
+    bar = Progress(3, seconds=0)
+    bar.stage("seed 0")
+    bar.done("top")
+    bar.extend(-1)
+    bar.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert (
+        lines[0] == "seed 0"
+        and "1 of 3 runs, top" in lines[1]
+        and "left" in lines[1]
+        and "\r" not in "".join(lines)
+    )
