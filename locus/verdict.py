@@ -342,9 +342,10 @@ def _clause(row, rows: pd.DataFrame, metric: str, bound: float, better: str) -> 
         )
         return f"{name} is equivalent within ± {bound:g}{note} ({interval})"
     if row.verdict == "undecided":
+        holm = "which excludes 0 only before Holm's correction; " * bool(row.low95 > 0 or row.high95 < 0)
         return (
-            f"{name} is undecided ({interval}; about {row.n_if_none:.0f} seeds would decide if there is no "
-            f"difference, {row.n_if_observed:.0f} if it is as observed)"
+            f"{name} is undecided ({interval}; {holm}about {row.n_if_none:.0f} seeds would decide if there "
+            f"is no difference, {row.n_if_observed:.0f} if it is as observed)"
         )
     return f"{name} is {row.verdict} ({interval})"
 
@@ -385,7 +386,8 @@ class LocalizationEffect:
             f"Across {self.n_facts} facts and {self.n_layers} layers, the causal effect of a layer and the "
             f"unlearning by editing it alone have a Spearman correlation of {self.spearman:+.2f} (95% "
             f"interval [{self.low:+.2f}, {self.high:+.2f}], clustered by fact); adjusted R² is "
-            f"{r2['layer']:.3f} for the layer, {r2['effect']:.3f} for the effect and {r2['both']:.3f} for both."
+            f"{r2['layer']:.3f} for the layer, {r2['effect']:.3f} for the effect and "
+            f"{r2['both']:.3f} for both."
         )
 
 
