@@ -1,0 +1,210 @@
+"""Compact values: only the entries that may change exist as leaves of autograd, and in the optimizer's state.
+
+For every tensor that the forward pass reads, the masked entries are the whole tensor, whole slices along an
+axis, or scattered. In a linear layer y = x Wᵀ + b, selected output units are computed by themselves,
+y[..., units] = x Vᵀ + b[units], and selected input units are added as a difference,
+y + x[..., units] (V − V₀)ᵀ; so no full weight and no full gradient is ever made. Everything else (embeddings,
+norms, biases, experts, scattered entries) is read from a full tensor that is rebuilt from the compact values
+at each forward pass.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from locus import hooks
+from locus.unlearn.update import Entries, stored
+
+Structure = Literal["whole", "slices", "entries"]
+
+
+@dataclass(eq=False)
+class Leaf:
+    """The masked entries of one tensor of the forward pass.
+
+    Attributes:
+        live: the tensor (see `LiveParameter`).
+        owners: every module that reads it, with the attribute's name; several if it is tied.
+        structure: "whole", "slices" along `dim`, or "entries" (`index` is then into the flattened tensor).
+        index: the selected slices or entries.
+        values: their current values, in float32 even in a bfloat16 model (float64 in a float64 one).
+    """
+
+    live: Any
+    owners: tuple[tuple[nn.Module, str], ...]
+    structure: Structure
+    dim: int
+    index: Int[Tensor, " selected"]
+    values: Float[Tensor, "..."]
+
+    def original(self) -> Float[Tensor, "..."]:
+        """The model's own values of the masked entries, in the shape of `values`."""
+        return _take(self.live.tensor.detach(), self.structure, self.dim, self.index)
+
+    def dense(self) -> Float[Tensor, "..."]:
+        """The full tensor with the current values in it, in the model's dtype, inside the autograd graph."""
+        tensor = self.live.tensor.detach()
+        values = self.values.to(tensor.dtype)
+        if self.structure == "whole":
+            return values
+        if self.structure == "slices":
+            return tensor.index_copy(self.dim, self.index, values)
+        return tensor.reshape(-1).index_copy(0, self.index, values).reshape(tensor.shape)
+
+    @property
+    def in_linear(self) -> bool:
+        """Whether the layer's output can be edited instead of its weight."""
+        (module, attribute), *others = self.owners
+        linear = isinstance(module, nn.Linear | Conv1D) and attribute == "weight" and not others
+        return linear and self.structure == "slices"
+
+    def edit(self, x: Float[Tensor, "... d_in"], y: Float[Tensor, "... d_out"]) -> Float[Tensor, "... d_out"]:
+        """The output of the linear layer with the current values in its weight."""
+        module = self.owners[0][0]
+        conv = isinstance(module, Conv1D)  # stores [in, out]
+        values = self.values.to(y.dtype)
+        if (self.dim == 0) != conv:
+            new = x @ (values if conv else values.T)
+            if module.bias is not None:
+                new = new + module.bias[self.index]
+            return y.index_copy(-1, self.index, new)
+        change = values - self.original()
+        return y + x.index_select(-1, self.index) @ (change if conv else change.T)
+
+
+def leaves(model: Any, mask: Mapping[str, Bool[Tensor, "..."]]) -> list[Leaf]:
+    """Compact values of everything that the mask selects, at the model's current values.
+
+    Raises:
+        ValueError: the mask does not fit the model, selects nothing, or selects what no forward pass reads.
+    """
+    _check_fit(model, mask)
+    found = []
+    for live in model.live:
+        if live.name not in mask:
+            continue
+        selected = live.take(mask[live.name].to(live.tensor.device))
+        if selected.any():
+            structure, dim, index = _structure(selected)
+            values = _take(live.tensor.detach(), structure, dim, index)
+            wide = values.dtype if values.dtype == torch.float64 else torch.float32
+            values = values.to(wide, copy=True).requires_grad_()
+            found.append(Leaf(live, _owners(model, live), structure, dim, index, values))
+    n, n_masked = sum(leaf.values.numel() for leaf in found), sum(int(m.sum()) for m in mask.values())
+    if not n_masked:
+        raise ValueError("the mask selects nothing: no entry could change; check how it was made")
+    if n != n_masked:
+        raise ValueError(
+            f"the mask selects {n_masked:,} entries, of which {model.name}'s forward pass reads only {n:,}; "
+            "make it from model.components(…) or from names in model.weights"
+        )
+    return found
+
+
+def _check_fit(model: Any, mask: Mapping[str, Bool[Tensor, "..."]]) -> None:
+    for name, selected in mask.items():
+        if name not in model.weights:
+            raise ValueError(
+                f"the mask names {name!r}, which {model.name} has not; its parameters are named like "
+                f"{next(iter(model.weights))!r}"
+            )
+        if selected.shape != model.weights[name].shape:
+            raise ValueError(
+                f"the mask of {name} has shape {tuple(selected.shape)}, the model's has "
+                f"{tuple(model.weights[name].shape)}; it was made for another model"
+            )
+
+
+def _structure(selected: Bool[Tensor, "..."]) -> tuple[Structure, int, Int[Tensor, " selected"]]:
+    """How the selected entries lie: the whole tensor, whole slices along an axis, or scattered."""
+    n = int(selected.sum())
+    if n == selected.numel():
+        return "whole", 0, torch.empty(0, dtype=torch.long, device=selected.device)
+    for dim in range(selected.ndim):
+        any_in_slice = selected.movedim(dim, 0).flatten(1).any(1) if selected.ndim > 1 else selected
+        if int(any_in_slice.sum()) * (selected.numel() // len(any_in_slice)) == n:
+            return "slices", dim, any_in_slice.nonzero().flatten()
+    return "entries", 0, selected.reshape(-1).nonzero().flatten()
+
+
+def _take(tensor: Tensor, structure: Structure, dim: int, index: Int[Tensor, " selected"]) -> Tensor:
+    if structure == "whole":
+        return tensor
+    if structure == "slices":
+        return tensor.index_select(dim, index)
+    return tensor.reshape(-1).index_select(0, index)
+
+
+def _owners(model: Any, live: Any) -> tuple[tuple[nn.Module, str], ...]:
+    owners = {(id(live.module), live.attribute): (live.module, live.attribute)}
+    for module in model.bridge.modules():
+        for attribute, p in module._parameters.items():
+            if p is live.tensor:
+                owners[id(module), attribute] = (module, attribute)
+    return tuple(owners.values())
+
+
+@contextmanager
+def edited(found: Sequence[Leaf]) -> Iterator[None]:
+    """Within the block, forward passes read the current compact values, and autograd reaches them.
+
+    The model's own tensors are not written to.
+    """
+    with ExitStack() as stack:
+        for leaf in found:
+            if leaf.in_linear:
+                stack.enter_context(hooks.linear_edit(leaf.owners[0][0], leaf.edit))
+            else:
+                stack.enter_context(_substituted(leaf))
+        yield
+
+
+@contextmanager
+def _substituted(leaf: Leaf) -> Iterator[None]:
+    """Within the block, the modules that own a parameter hold a tensor of the autograd graph in its place."""
+    dense = leaf.dense()
+    try:
+        for module, attribute in leaf.owners:
+            module._parameters[attribute] = dense  # type: ignore[assignment]  # as torch.func.functional_call does
+        yield
+    finally:
+        for module, attribute in leaf.owners:
+            module._parameters[attribute] = leaf.live.tensor
+
+
+def lowest_layer(model: Any, found: Sequence[Leaf]) -> int | None:
+    """The lowest block that the values act in: n_layers above all blocks, None below them (embeddings)."""
+    above = {id(m) for part in (model.bridge.ln_final, model.bridge.unembed) for m in part.modules()}
+    layers = []
+    for leaf in found:
+        number = re.search(r"\.(\d+)\.", leaf.live.name)
+        if number is not None:
+            layers.append(int(number[1]))
+        elif all(id(module) in above for module, _ in leaf.owners):
+            layers.append(model.cfg.n_layers)
+        else:
+            return None
+    return min(layers)
+
+
+@torch.no_grad()
+def entries(model: Any, found: Sequence[Leaf], mask: Mapping[str, Bool[Tensor, "..."]]) -> dict[str, Entries]:
+    """The current values of the masked entries by Hugging Face name, rounded to the model's dtype."""
+    made = {}
+    for name in dict.fromkeys(leaf.live.name for leaf in found):
+        tensor = stored(model, name)
+        for leaf in found:
+            if leaf.live.name == name:
+                leaf.live.put(tensor, leaf.dense())
+        index = mask[name].reshape(-1).nonzero().flatten()
+        value = tensor.view(-1)[index.to(tensor.device)]
+        small = tensor.numel() < 2**31
+        made[name] = Entries(index.to(torch.int32) if small else index, value)
+    return made

@@ -1,0 +1,408 @@
+"""The compact engine against a dense reference, on every architecture and every way that a mask can lie."""
+
+import math
+
+import pytest
+import torch
+from helpers import ARCHITECTURES, tokenizer
+
+from locus import hooks
+from locus.facts import Fact, Facts, FactSplit, encode
+from locus.masks import Mask, ParameterMask
+from locus.models import wrap
+from locus.unlearn import NPO, SGD, WGA, AdamW, GradientDifference, guard, unlearn
+from locus.unlearn.compact import leaves, lowest_layer
+from locus.unlearn.engine import _reads, _schedule
+from locus.unlearn.objectives import kl
+
+torch.set_num_threads(2)
+
+
+def hooked(architecture, dtype=torch.float64):
+    return wrap(ARCHITECTURES[architecture]().to(dtype), tokenizer(), architecture)
+
+
+def facts(name, start, n):
+    """Facts of prompts of 3 or 4 words and answers of 1 to 3."""
+    made = []
+    for i in range(start, start + n):
+        subject = f"w{i % 90} w{(7 * i + 3) % 90}"
+        answer = " ".join(f"w{(5 * i + 11 * j + 1) % 90}" for j in range(1 + i % 3))
+        made.append(Fact(subject, "likes", f"{subject} w1" + " w2" * (i % 2), answer))
+    return Facts(made)
+
+
+@pytest.fixture
+def split():
+    return FactSplit(facts("f", 0, 5), facts("r", 20, 5), facts("h", 40, 2), facts("o", 60, 2), 0)
+
+
+def draw(model, structure, seed=0):
+    """A mask whose selected entries lie in one way, over tensors of all layers but the first."""
+    g = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.rand(*shape, generator=g)
+
+    def selected(shape, structure):
+        match structure:
+            case "whole":
+                return (random(1) < 0.5).expand(shape)
+            case "entries":
+                return random(*shape) < 0.2
+            case "rows":
+                return (random(shape[0], *[1] * (len(shape) - 1)) < 0.4).expand(shape)
+            case "columns":
+                return (random(*[1] * (len(shape) - 1), shape[-1]) < 0.4).expand(shape)
+            case "full":
+                return torch.ones(shape, dtype=torch.bool)
+
+    masks = {}
+    for name, p in model.weights.items():
+        how = structure
+        if structure == "mixed":
+            how = ("whole", "entries", "rows", "columns")[int(random(1) * 4)]
+        elif structure != "full" and (".0." in name or not any(part.isdigit() for part in name.split("."))):
+            continue
+        mask = selected(tuple(p.shape), how).contiguous()
+        if mask.any():
+            masks[name] = mask
+    return ParameterMask(masks)
+
+
+def by_hand(model, split, mask, objective, optimizer, steps, clip=None):
+    """Dense masking: full gradients, masked; a step on everything; what is outside is set back."""
+    batch = encode(model, [*split.forget, *split.retain])
+    n = len(split.forget)
+    read, answer, present = _reads(batch.tokens, batch.answer_mask)
+    old = {i: live.tensor.detach().clone() for i, live in enumerate(model.live)}
+    masks = {
+        i: live.take(mask.get(live.name, torch.zeros(model.weights[live.name].shape, dtype=torch.bool)))
+        for i, live in enumerate(model.live)
+    }
+    tensors = [live.tensor for live in model.live]
+    for p in tensors:
+        p.requires_grad_()
+    stepper, losses, original = optimizer.build(tensors), [], None
+    for _ in range(steps):
+        for p in tensors:
+            p.grad = None
+        logits = model.logits(batch.tokens, batch.attention_mask)
+        logits = torch.stack([row[at] for row, at in zip(logits, read, strict=True)])
+        log_probs = logits.log_softmax(-1).gather(-1, answer[..., None])[..., 0].masked_fill(~present, 0)
+        original = (log_probs.detach(), logits.detach()) if original is None else original
+        forget = objective.forget(log_probs[:n], original[0][:n], present[:n]).mean()
+        if objective.retain == "kl":
+            retain = kl(original[1][n:], logits[n:], present[n:], "mean").mean()
+        else:
+            retain = -(log_probs[n:].sum(-1) / present[n:].sum(-1)).mean()
+        loss = objective.forget_weight * forget + objective.retain_weight * retain
+        losses.append(float(loss.detach()))
+        loss.backward()
+        for i, p in enumerate(tensors):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad * masks[i]
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(tensors, clip)
+        stepper.step()
+        with torch.no_grad():
+            for i, p in enumerate(tensors):
+                p.copy_(torch.where(masks[i], p, old[i]))
+    made = [p.detach().clone() for p in tensors]
+    with torch.no_grad():
+        for i, p in enumerate(tensors):
+            p.copy_(old[i])
+            p.grad = None
+    return made, losses
+
+
+ADAMW = AdamW(lr=1e-3, weight_decay=0.1)
+
+
+def compare(model, split, mask, objective=None, optimizer=ADAMW, steps=3, clip=0.5, tolerance=1e-9):
+    objective = GradientDifference() if objective is None else objective
+    expected, losses = by_hand(model, split, mask, objective, optimizer, steps, clip)
+    before = [live.tensor.detach().clone() for live in model.live]
+    update = unlearn(model, split, mask, objective, optimizer=optimizer, steps=steps, clip=clip)
+    assert all(torch.equal(old, live.tensor) for old, live in zip(before, model.live, strict=True))
+    with update.applied(model):
+        gaps = [
+            float((e - live.tensor.detach()).abs().max())
+            for e, live in zip(expected, model.live, strict=True)
+        ]
+    assert max(gaps) < tolerance
+    assert max(float((e - b).abs().max()) for e, b in zip(expected, before, strict=True)) > 1e-4
+    assert [row["loss"] for row in update.history[:-1]] == pytest.approx(losses, abs=1e-9)
+    return update
+
+
+@pytest.mark.parametrize("structure", ["rows", "columns", "entries", "whole", "mixed"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compact_equals_dense(architecture, structure, split):
+    model = hooked(architecture)
+    mask = draw(model, structure)
+    registered = hooks.count(model)
+    update = compare(model, split, mask)
+    assert hooks.count(model) == registered
+    assert update.n_changed == mask.n_parameters and update.status == "finished"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_components_equal_dense(architecture, split):
+    model = hooked(architecture)
+    kinds = ["head", "expert"] if architecture in ("mixtral", "olmoe") else ["head", "neuron", "value", "kv"]
+    for kind in kinds:
+        mask = Mask.random(model.components(kind), budget=0.4, seed=1)
+        update = compare(model, split, mask.materialize(model), steps=2)
+        assert update.n_changed > 0.9 * mask.n_parameters
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("optimizer", [ADAMW, SGD(lr=0.05, momentum=0.9, weight_decay=0.1)])
+def test_a_full_mask_is_a_plain_training_step(architecture, optimizer, split):
+    model = hooked(architecture)
+    compare(model, split, draw(model, "full"), optimizer=optimizer, steps=2, tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        NPO(beta=0.5),
+        NPO(retain="kl", retain_weight=2.0),
+        WGA(forget_weight=0.5),
+        GradientDifference(retain="kl"),
+    ],
+)
+def test_every_objective_equals_dense(objective, split):
+    model = hooked("llama")
+    mask = Mask.random(model.components("neuron"), budget=0.3)
+    compare(
+        model,
+        split,
+        mask.materialize(model),
+        objective=objective,
+        optimizer=SGD(lr=0.1, momentum=0.9),
+        clip=None,
+    )
+
+
+def test_accumulation_is_the_mean_of_its_batches(split):
+    model = hooked("llama")
+    mask = draw(model, "rows")
+    whole = unlearn(
+        model, split, mask, GradientDifference(), optimizer=SGD(lr=0.1), steps=1, batch_size=4, seed=3
+    )
+    halves = unlearn(
+        model,
+        split,
+        mask,
+        GradientDifference(),
+        optimizer=SGD(lr=0.1),
+        steps=1,
+        batch_size=2,
+        accumulate=2,
+        seed=3,
+    )
+    for name, (_, value) in whole.values.items():
+        assert torch.allclose(value, halves.values[name].value, atol=1e-12)
+    assert whole.n_changed > 0
+
+
+def test_batches_cover_the_facts_before_any_comes_again():
+    batches = _schedule(10, 4, 5, torch.Generator().manual_seed(0))
+    assert [len(b) for b in batches] == [4] * 5
+    assert (
+        sorted(torch.cat(batches)[:10].tolist())
+        == list(range(10))
+        == sorted(torch.cat(batches)[10:].tolist())
+    )
+    assert [b.tolist() for b in _schedule(3, 4, 2, torch.Generator())] == [[0, 1, 2]] * 2
+
+
+def test_equal_seeds_give_equal_bits_and_others_do_not(split):
+    model = hooked("llama", torch.float32)
+    mask = Mask.random(model.components("neuron"), budget=0.3)
+    runs = [unlearn(model, split, mask, NPO(), steps=4, batch_size=2, seed=seed) for seed in (0, 0, 1)]
+    same, other = [
+        all(torch.equal(runs[0].values[n].value, run.values[n].value) for n in runs[0].values)
+        for run in runs[1:]
+    ]
+    assert same and not other
+    assert repr(runs[0].history) == repr(runs[1].history) != repr(runs[2].history)
+
+
+def test_a_fact_beside_longer_ones_has_the_loss_it_has_alone(split):
+    model = hooked("gpt2")
+    mask, ascent = draw(model, "rows"), GradientDifference(retain_weight=0.0)
+
+    def first_loss(forget):
+        alone = FactSplit(Facts(forget), Facts([]), Facts([]), Facts([]), 0)
+        return unlearn(model, alone, mask, ascent, steps=1).history[0]["forget"]
+
+    assert first_loss(split.forget) == pytest.approx(
+        sum(first_loss([f]) for f in split.forget) / 5, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_every_answer_token_is_read_where_it_is_predicted(padding, split):
+    model = hooked("llama")
+    batch = encode(model, list(split.forget), padding=padding)
+    read, answer, present = _reads(batch.tokens, batch.answer_mask)
+    for i, fact in enumerate(split.forget):
+        expected = tokenizer()(fact.answer, add_special_tokens=False)["input_ids"]
+        assert answer[i][present[i]].tolist() == expected
+        assert batch.tokens[i][read[i][present[i]] + 1].tolist() == expected
+
+
+def test_checkpoints_see_the_edit_as_it_would_be_stored(split):
+    model = hooked("llama", torch.bfloat16)
+    mask = Mask.random(model.components("neuron"), budget=0.3)
+    name = "model.layers.1.mlp.up_proj.weight"
+    seen = {}
+
+    def callback(step):
+        seen[step] = model.weights[name].detach().clone()
+
+    original = model.weights[name].detach().clone()
+    update = unlearn(
+        model, split, mask, NPO(), optimizer=AdamW(lr=1e-2), steps=4, checkpoints=(0, 2, 4), callback=callback
+    )
+    assert list(seen) == [0, 2, 4] and torch.equal(seen[0], original) and not torch.equal(seen[2], seen[4])
+    assert seen[4].dtype == torch.bfloat16
+    with update.applied(model):
+        assert torch.equal(model.weights[name], seen[4])
+    assert torch.equal(model.weights[name], original)
+    assert [row["step"] for row in update.history] == [0, 1, 2, 3, 4]
+
+
+def test_bfloat16_keeps_float32_masters(split):
+    """Steps far below half a unit in the last place add up."""
+    model = hooked("llama", torch.bfloat16)
+    mask = Mask.random(model.components("neuron"), budget=0.3)
+    found = leaves(model, mask.materialize(model))
+    assert {leaf.values.dtype for leaf in found} == {torch.float32}
+    one = unlearn(model, split, mask, NPO(), optimizer=AdamW(lr=5e-5), steps=1)
+    many = unlearn(model, split, mask, NPO(), optimizer=AdamW(lr=5e-5), steps=8)
+    assert one.n_changed < 0.2 * many.n_changed
+
+
+def test_checksum_is_guards(split):
+    model = hooked("llama", torch.float32)
+    mask = Mask.random(model.components("neuron"), budget=0.3)
+    update = unlearn(model, split, mask, NPO(), steps=1)
+    plain = ARCHITECTURES["llama"]()
+    with (
+        pytest.warns(UserWarning, match="nothing moved"),
+        guard(plain, None, mask.materialize(model)) as report,
+    ):
+        pass
+    assert report.checksum == update.checksum and len(update.checksum) == 64
+
+
+def test_divergence_ends_the_run(split):
+    model = hooked("llama", torch.float32)
+    before = {n: p.detach().clone() for n, p in model.weights.items()}
+    mask = Mask.random(model.components("neuron"), budget=0.3)
+    called = []
+    update = unlearn(
+        model, split, mask, GradientDifference(), optimizer=SGD(lr=1e38), steps=9,
+        checkpoints=range(10), callback=called.append,
+    )  # fmt: skip
+    assert update.status == "diverged" and len(update.history) < 9
+    assert called == list(range(len(update.history) - 1))
+    assert all(torch.equal(before[n], p) for n, p in model.weights.items())
+
+
+def test_collapse_of_utility_ends_the_run(split):
+    model = hooked("llama", torch.float32)
+    mask = Mask.random(model.components("neuron"), budget=0.5)
+    # Other subjects with the same answers lose what is ascended on.
+    retain = Facts(
+        [
+            Fact(r.subject, r.relation, r.prompt, f.answer)
+            for f, r in zip(split.forget, split.retain, strict=True)
+        ]
+    )
+    split = FactSplit(split.forget, retain, split.holdout, split.other, 0)
+    ascent = GradientDifference(retain_weight=0.0)
+    update = unlearn(model, split, mask, ascent, optimizer=AdamW(lr=0.1), steps=20, floor=0.5)
+    assert update.status == "collapsed" and len(update.history) < 20
+    shares = [row["retain_probability"] / update.history[0]["retain_probability"] for row in update.history]
+    assert shares[-1] < 0.5 <= min(shares[:-1])
+    on = unlearn(model, split, mask, ascent, optimizer=AdamW(lr=0.1), steps=len(shares) + 2, floor=0.0)
+    assert on.status == "finished"
+
+
+def test_nothing_moved_is_a_status(split):
+    model = hooked("llama", torch.bfloat16)
+    mask = Mask.random(model.components("neuron"), budget=0.3)
+    update = unlearn(model, split, mask, NPO(), optimizer=AdamW(lr=1e-12), steps=2)
+    assert update.status == "nothing moved" and update.n_changed == 0 and update.norm == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_model_is_restored_after_an_error(error, split):
+    model = hooked("llama", torch.float32)
+    model.weights["model.norm.weight"].requires_grad_(False)
+    wanted = [p.requires_grad for p in model.bridge.parameters()]
+    before = {n: p.detach().clone() for n, p in model.weights.items()}
+    mask, registered = draw(model, "mixed"), hooks.count(model)
+
+    def callback(step):
+        if step == 2:
+            assert not all(torch.equal(before[n], p) for n, p in model.weights.items())
+            raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        unlearn(model, split, mask, NPO(), steps=4, checkpoints=range(5), callback=callback)
+    assert all(torch.equal(before[n], p) for n, p in model.weights.items())
+    assert hooks.count(model) == registered and [p.requires_grad for p in model.bridge.parameters()] == wanted
+    held = [p for m in model.bridge.modules() for p in m._parameters.values() if p is not None]
+    assert all(isinstance(p, torch.nn.Parameter) for p in held)
+
+
+def test_the_lowest_edited_layer_is_found():
+    model = hooked("llama")
+    layers = {
+        "model.layers.2.mlp.up_proj.weight": 2, "model.norm.weight": 3, "model.embed_tokens.weight": None,
+        "model.layers.0.input_layernorm.weight": 0,
+    }  # fmt: skip
+    for name, layer in layers.items():
+        mask = ParameterMask({name: torch.ones(model.weights[name].shape, dtype=torch.bool)})
+        assert lowest_layer(model, leaves(model, mask)) == layer
+
+
+def test_no_full_gradient_exists(split):
+    """The optimizer's state has the size of the mask, and no parameter of the model gets a gradient."""
+    model = hooked("llama", torch.float32)
+    mask = Mask.random(model.components("neuron"), budget=0.3)
+    built = []
+
+    class Watched(AdamW):
+        def build(self, values):
+            built.append(super().build(values))
+            return built[0]
+
+    unlearn(model, split, mask, NPO(), optimizer=Watched(), steps=1)
+    state = built[0].state.values()
+    assert sum(s["exp_avg"].numel() for s in state) == mask.n_parameters
+    assert all(p.grad is None for p in model.bridge.parameters())
+
+
+def test_what_has_no_meaning_is_refused(split):
+    model = hooked("llama")
+    mask = draw(model, "rows")
+    name = "model.layers.1.mlp.up_proj.weight"
+    cases = [
+        (dict(split=FactSplit(Facts([]), split.retain, Facts([]), Facts([]), 0)), "split.forget"),
+        (dict(split=FactSplit(split.forget, Facts([]), Facts([]), Facts([]), 0)), "split.retain"),
+        (dict(mask=ParameterMask({"nowhere": torch.ones(2, 2, dtype=torch.bool)})), "nowhere"),
+        (dict(mask=ParameterMask({name: torch.ones(2, 2, dtype=torch.bool)})), "made for another model"),
+        (dict(mask=ParameterMask({name: torch.zeros(48, 32, dtype=torch.bool)})), "selects nothing"),
+        (dict(steps=0), "steps must be above 0"),
+        (dict(clip=math.nan), "clip must be above 0"),
+    ]
+    for change, says in cases:
+        given = dict(split=split, mask=mask) | change
+        with pytest.raises(ValueError, match=says):
+            unlearn(model, given.pop("split"), given.pop("mask"), NPO(), **({"steps": 1} | given))
