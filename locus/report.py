@@ -7,7 +7,6 @@ content security policy forbids all else. Charts are functions of the table; not
 import functools
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from locus.charts import (
     whole_runs,
 )
 from locus.evaluate import DIRECTION
+from locus.folder import write
 from locus.verdict import Verdict, localization_effect, verdict
 
 MAIN = ["aues", "forget_at_95", "utility", "drift", "update_norm", "learning_rate", "n_parameters"]
@@ -55,13 +55,9 @@ def report(run: str | Path) -> Path:
             raise ValueError(
                 f"report: {run / 'settings.json'} is damaged ({error}); delete it or run again."
             ) from None
-    out, temporary = run / "report.html", run / f".report.html.{os.getpid()}.tmp"
-    try:
-        temporary.write_text(page(table, scan=scan, settings=settings), encoding="utf-8")
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return out
+    text = page(table, scan=scan, settings=settings)
+    write(run / "report.html", lambda path: path.write_text(text, encoding="utf-8"))
+    return run / "report.html"
 
 
 def page(

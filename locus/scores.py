@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from scipy import stats
 from torch import Tensor
 
 from locus.components import Component, Components
+from locus.folder import write
 
 
 @dataclass(frozen=True)
@@ -234,16 +234,10 @@ def require_same(a: Components, b: Components, what: str) -> None:
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], *, kind: str, record: dict) -> Path:
     """Write a safetensors file of one kind with a JSON record, through a temporary name."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     metadata = {"locus": kind, "record": json.dumps(record, default=repr)}
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write(Path(path), lambda temporary: save_file(whole, temporary, metadata))
+    return Path(path)
 
 
 def read_tensors(path: str | Path, *, kind: str) -> tuple[dict[str, Tensor], dict]:
