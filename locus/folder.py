@@ -89,6 +89,8 @@ def enter(out: Path, settings: dict[str, Any], record: dict[str, Any], say: Call
                 f"(out=), go back to those settings, or delete {out} to start again."
             )
         # What an earlier start found out (chosen rates) is found again from the runs, so nothing is lost.
+    for left in (out / "runs").glob(".*.tmp"):
+        left.unlink(missing_ok=True)  # of a process that was killed while it wrote
     folder = Folder(out, digest, say)
     folder.note(record)
     return folder

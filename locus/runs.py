@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from locus import evaluate as ev
 from locus.facts import Facts, FactSplit, encode
@@ -123,7 +124,7 @@ class Case:
     """What the runs of one seed share."""
 
     split: FactSplit
-    batches: dict[str, Batch]
+    measured: Batch  # the forget facts, then the holdout
     original: ev.Evaluation
     masks: dict[tuple[str, str, int], Mask | ParameterMask]
 
@@ -140,7 +141,7 @@ def prepare(
         split,
         **{part: _some(getattr(split, part), plan.part, rng) for part in ("retain", "holdout", "other")},
     )
-    batches = {part: encode(model, getattr(split, part)) for part in ("forget", "holdout")}
+    measured = encode(model, [*split.forget, *split.holdout])
     masks: dict[tuple[str, str, int], Mask | ParameterMask] = {}
     pairs = split.forget.contrast_pairs(model, seed=seed)
     for name, method in named(plan.localizers).items():
@@ -151,7 +152,7 @@ def prepare(
         masks |= {(name, "random", i): mask for i, mask in enumerate(drawn)}
     masks["", "kind", 0] = Mask.full(model.components(plan.kind))
     masks["", "all", 0] = ParameterMask.full(model)
-    return Case(split, batches, ev.evaluate(model, split, wrong=plan.wrong), masks)
+    return Case(split, measured, ev.evaluate(model, split, wrong=plan.wrong), masks)
 
 
 def _some(facts: Facts, n: int, rng: np.random.Generator) -> Facts:
@@ -249,21 +250,15 @@ def causal_effects(model: HookedModel, case: Case, seed: int) -> dict[str, Any]:
 
 def _strengths(model: HookedModel, case: Case) -> tuple[dict[str, float], list[float]]:
     """Strengths of the model as it is now, and 1 - min(1, p / p of the original) of each forget fact."""
-    values = {}
-    for part, batch in case.batches.items():
-        answers = ev.score(model, batch)
-        kept = ev.relative(answers.log_probability.exp(), case.original.values(part, "probability")).clamp(
-            max=1
-        )
-        values[part, "extraction"] = float(answers.extraction_strength.mean())
-        values[part, "probability"] = float(kept.nanmean())
-        if part == "forget":
-            forgotten = (1 - kept).tolist()
+    answers = ev.score(model, case.measured, rows=64)
+    original = torch.cat([case.original.values(part, "probability") for part in ("forget", "holdout")])
+    kept = ev.relative(answers.log_probability.exp(), original).clamp(max=1)
+    n = len(case.split.forget)
     strengths = {}
-    for kind in KINDS:
-        strengths[f"forget_{kind}"] = 1 - values["forget", kind]
-        strengths[f"retain_{kind}"] = values["holdout", kind]
-    return strengths, forgotten
+    for kind, values in (("extraction", answers.extraction_strength), ("probability", kept)):
+        strengths[f"forget_{kind}"] = 1 - float(values[:n].nanmean())
+        strengths[f"retain_{kind}"] = float(values[n:].nanmean())
+    return strengths, (1 - kept[:n]).tolist()
 
 
 def _areas(curve: list[list[Any]], plan: Plan) -> list[list[Any]]:

@@ -3,13 +3,19 @@
 A study is a list of runs (locus.runs), each with its own result file, so it can be stopped at any moment and goes on
 with the same call. The table is assembled from those files alone.
 
-Left out: running several updates at once (the result must not depend on how many), and relearning (locus.relearn).
+Left out: relearning after each run (evaluate.relearn does it for one).
 """
 
 import dataclasses
 import hashlib
 import json
 import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -39,6 +45,7 @@ def compare(
     *,
     out: str | Path,
     other: Facts | None = None,
+    jobs: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Does editing located components unlearn better than editing somewhere else? Returns the table.
@@ -50,6 +57,8 @@ def compare(
     facts: those that the model does not know are dropped first.   other: facts of other relations, only measured.
     out: the run folder. Results are kept there as they come, and the same call goes on where it was stopped; a folder
         of other settings is refused. It ends with table.parquet, table.csv, layer_scan.parquet and settings.json.
+    jobs: runs at a time, each in a process of its own; by default one a core if plan.threads is 1, else one. No number
+        depends on it.
     """
     plan = plan or Plan()
     bar = Progress(0, enabled=progress)
@@ -62,7 +71,7 @@ def compare(
         settings = _settings(model, facts, other, plan)
         record = {"settings": settings, "verdict rule": rule(plan)}
         folder = enter(Path(out), settings, record, bar.say)
-        return _Study(model, facts, other, plan, folder, bar, record).run()
+        return _Study(model, facts, other, plan, folder, bar, record, _jobs(jobs, model, plan)).run()
     finally:
         bar.close()
         torch.set_num_threads(threads)
@@ -94,9 +103,10 @@ class _Study:
         folder: Folder,
         bar: Progress,
         record: dict[str, Any],
+        jobs: int = 1,
     ) -> None:
         self.model, self.facts, self.other, self.plan = model, facts, other, plan
-        self.folder, self.bar, self.record = folder, bar, record
+        self.folder, self.bar, self.record, self.jobs = folder, bar, record, jobs
         self.objectives = list(named(plan.objectives))
         self.arms = [("", "kind", 0), ("", "all", 0)]
         for name in named(plan.localizers):
@@ -138,6 +148,7 @@ class _Study:
             for localizer, arm, draw in self.arms:
                 run = Run("compare", seed, objective, arm, localizer, draw)
                 todo.append(replace(run, rate=rates[objective][run.type]))
+        self._fill(todo)
         return [(run, self._result(run)) for run in todo]
 
     def _tuned_on(self, kind: str) -> list[tuple[str, str, int]]:
@@ -154,6 +165,13 @@ class _Study:
             found: dict[float, float] = {}
             missing, extended = list(grid), 0
             while missing:
+                self._fill(
+                    [
+                        self._tuning_run(objective, arm, rate)
+                        for rate in missing
+                        for arm in self._tuned_on(kind)
+                    ]
+                )
                 for rate in missing:
                     found[rate] = self._tuning_area(objective, kind, rate)
                 best = max(sorted(found), key=found.__getitem__)
@@ -169,10 +187,13 @@ class _Study:
 
     def _tuning_area(self, objective: str, kind: str, rate: float) -> float:
         areas = []
-        for localizer, arm, draw in self._tuned_on(kind):
-            result = self._result(Run("tune", self.plan.tuning_seed, objective, arm, localizer, draw, rate))
+        for arm in self._tuned_on(kind):
+            result = self._result(self._tuning_run(objective, arm, rate))
             areas += [value for step, name, value in result["rows"] if (step, name) == (-1, "aues")]
         return float(np.mean(areas))
+
+    def _tuning_run(self, objective: str, arm: tuple[str, str, int], rate: float) -> Run:
+        return Run("tune", self.plan.tuning_seed, objective, arm[1], arm[0], arm[2], rate)
 
     def _scan(self, seed: int, layers: list[int]) -> pd.DataFrame:
         """Causal effect of each layer's MLP on each fact, and what editing that MLP alone unlearns of it.
@@ -200,9 +221,7 @@ class _Study:
 
     def _result(self, run: Run) -> dict[str, Any]:
         def execute(case: Case) -> dict[str, Any]:
-            if self._text is None:
-                self._text = ev.drift_text(self.model)
-            return runs.execute(self.model, case, self.plan, run, self._text)
+            return runs.execute(self.model, case, self.plan, run, self._drift_text())
 
         return self._kept(run.file, run.seed, execute, str(run))
 
@@ -219,6 +238,64 @@ class _Study:
         self.bar.done(label or name)
         return result
 
+    def _fill(self, todo: Sequence[Run]) -> None:
+        """Compute missing results of one seed, several at a time, into the run folder.
+
+        Nothing depends on it: what a worker did not finish, for whatever reason, is computed afterwards in this process.
+        """
+        if self.jobs == 1:
+            return
+        missing = [run for run in todo if self.folder.load(run.file) is None]
+        if len(missing) < 2:
+            return
+        self._case(missing[0].seed), self._drift_text()  # before the processes part, so that they share them
+        context = multiprocessing.get_context("fork")
+        following = context.Value("i", 0)
+        workers = [
+            context.Process(target=self._work, args=(missing, following, os.getpid()))
+            for _ in range(self.jobs)
+        ]
+        waiting = {self.folder.path / "runs" / run.file: run for run in missing}
+        try:
+            with warnings.catch_warnings():
+                # Python warns of threads at a fork; the workers use none of this process's.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                for worker in workers:
+                    worker.start()
+            while any(worker.is_alive() for worker in workers):
+                time.sleep(0.05)
+                for path in [path for path in waiting if path.exists()]:
+                    self.bar.done(str(waiting.pop(path)))
+        finally:
+            for worker in workers:
+                worker.terminate()
+                worker.join()
+        for path in [path for path in waiting if path.exists()]:
+            self.bar.done(str(waiting.pop(path)))
+        # These are read again in a moment, and must not count as results of an earlier call.
+        self.bar.extend(len(missing) - len(waiting))
+
+    def _work(self, todo: Sequence[Run], following: Any, parent: int) -> None:
+        """A worker: take the next run until there is none left, or the parent is gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.folder = replace(self.folder, say=lambda text: None)
+        self.bar = Progress(0, enabled=False)
+        while os.getppid() == parent:
+            with following.get_lock():
+                i, following.value = following.value, following.value + 1
+            if i >= len(todo):
+                return
+            try:
+                self._result(todo[i])
+            except Exception:
+                return  # the parent meets the same error, and can say it
+
+    def _drift_text(self) -> ev.DriftText:
+        if self._text is None:
+            self._text = ev.drift_text(self.model)
+        return self._text
+
     def _case(self, seed: int) -> Case:
         if seed not in self._cases:
             draws = 1 if seed == self.plan.tuning_seed else self.plan.draws
@@ -227,6 +304,17 @@ class _Study:
                 seed: runs.prepare(self.model, self.facts, self.other, self.plan, seed, draws=draws)
             }
         return self._cases[seed]
+
+
+def _jobs(wanted: int | None, model: HookedModel, plan: Plan) -> int:
+    """How many runs at a time. Forked processes share the model; with threads of their own they could hang."""
+    possible = plan.threads == 1 and model.device.type == "cpu" and sys.platform == "linux"
+    if wanted is not None and wanted > 1 and not possible:
+        raise ValueError(
+            f"jobs={wanted} needs Linux, a model on the CPU and a plan with threads=1; got {sys.platform}, "
+            f"{model.device.type} and threads={plan.threads}. Leave jobs out to do one run at a time."
+        )
+    return max(1, wanted or (len(os.sched_getaffinity(0)) if possible else 1))
 
 
 def _settings(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan) -> dict[str, Any]:

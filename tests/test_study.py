@@ -1,6 +1,7 @@
 """A study can be stopped anywhere, ends in the same table, and its numbers follow from its trajectories."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -38,8 +39,8 @@ PLAN = Plan(
 )
 
 
-def run(out: Path, plan: Plan = PLAN) -> pd.DataFrame:
-    return compare(model(), facts(), plan, out=out, progress=False)
+def run(out: Path, plan: Plan = PLAN, jobs: int = 1) -> pd.DataFrame:
+    return compare(model(), facts(), plan, out=out, progress=False, jobs=jobs)
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +178,26 @@ def test_an_interrupted_study_goes_on_to_the_same_table(done, tmp_path, monkeypa
         assert any(file.name in line and reason in line for line in said.splitlines())
 
 
+def test_several_jobs_give_the_same_table(done, tmp_path, monkeypatch):
+    """Also when a worker fails: what it left is computed by the parent."""
+    _, expected = done
+    execute = runs.execute
+
+    def fail_once(model, case, plan, run, text):
+        if multiprocessing.parent_process() is not None and run.arm == "bottom":
+            raise RuntimeError
+        return execute(model, case, plan, run, text)
+
+    monkeypatch.setattr(runs, "execute", fail_once)
+    pd.testing.assert_frame_equal(run(tmp_path / "run", jobs=2), expected)
+    with pytest.raises(ValueError, match="threads=1"):
+        run(tmp_path / "other", replace(PLAN, threads=2), jobs=2)
+
+
 def test_killed_at_any_moment(done, tmp_path):
     _, expected = done
     out = tmp_path / "run"
-    code = "import sys, pathlib, test_study; test_study.run(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib, test_study; test_study.run(pathlib.Path(sys.argv[1]), jobs=2)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(out)], env=environment, cwd=Path(__file__).parent
@@ -258,7 +275,7 @@ def test_plan_refuses_what_cannot_be():
 
 
 def test_progress_is_plain_lines_when_nobody_watches(capsys):
-    bar = Progress(3, seconds=0)
+    bar = Progress(3, seconds=0.0)
     bar.stage("seed 0")
     bar.done("top")
     bar.extend(-1)
