@@ -74,9 +74,9 @@ class Leaf:
             new = x @ (values if conv else values.T)
             if module.bias is not None:
                 new = new + module.bias[self.index]
-            return y.index_copy(-1, self.index, new)
+            return y.index_copy_(-1, self.index, new)  # in place: the layer's own backward needs no output
         change = values - self.original()
-        return y + x.index_select(-1, self.index) @ (change if conv else change.T)
+        return y.add_(x.index_select(-1, self.index) @ (change if conv else change.T))
 
 
 def leaves(model: Any, mask: Mapping[str, Bool[Tensor, "..."]]) -> list[Leaf]:
@@ -86,6 +86,7 @@ def leaves(model: Any, mask: Mapping[str, Bool[Tensor, "..."]]) -> list[Leaf]:
         ValueError: the mask does not fit the model, selects nothing, or selects what no forward pass reads.
     """
     _check_fit(model, mask)
+    owners = _owners(model)
     found = []
     for live in model.live:
         if live.name not in mask:
@@ -96,7 +97,7 @@ def leaves(model: Any, mask: Mapping[str, Bool[Tensor, "..."]]) -> list[Leaf]:
             values = _take(live.tensor.detach(), structure, dim, index)
             wide = values.dtype if values.dtype == torch.float64 else torch.float32
             values = values.to(wide, copy=True).requires_grad_()
-            found.append(Leaf(live, _owners(model, live), structure, dim, index, values))
+            found.append(Leaf(live, tuple(owners[id(live.tensor)].values()), structure, dim, index, values))
     n, n_masked = sum(leaf.values.numel() for leaf in found), sum(int(m.sum()) for m in mask.values())
     if not n_masked:
         raise ValueError("the mask selects nothing: no entry could change; check how it was made")
@@ -142,13 +143,14 @@ def _take(tensor: Tensor, structure: Structure, dim: int, index: Int[Tensor, " s
     return tensor.reshape(-1).index_select(0, index)
 
 
-def _owners(model: Any, live: Any) -> tuple[tuple[nn.Module, str], ...]:
-    owners = {(id(live.module), live.attribute): (live.module, live.attribute)}
-    for module in model.bridge.modules():
-        for attribute, p in module._parameters.items():
-            if p is live.tensor:
-                owners[id(module), attribute] = (module, attribute)
-    return tuple(owners.values())
+def _owners(model: Any) -> dict[int, dict[tuple[int, str], tuple[nn.Module, str]]]:
+    """Every module that holds each live tensor, by the tensor's id; each module and attribute once."""
+    owners: dict[int, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
+    held = [(live.module, live.attribute, live.tensor) for live in model.live]
+    held += [(m, attribute, p) for m in model.bridge.modules() for attribute, p in m._parameters.items()]
+    for module, attribute, p in held:
+        owners.setdefault(id(p), {})[id(module), attribute] = (module, attribute)
+    return owners
 
 
 @contextmanager
