@@ -72,8 +72,8 @@ class Leaf:
         values = self.values.to(y.dtype)
         if (self.dim == 0) != conv:
             new = x @ (values if conv else values.T)
-            if module.bias is not None:
-                new = new + module.bias[self.index]
+            if isinstance(bias := module.bias, Tensor):
+                new = new + bias[self.index]
             return y.index_copy_(-1, self.index, new)  # in place: the layer's own backward needs no output
         change = values - self.original()
         return y.add_(x.index_select(-1, self.index) @ (change if conv else change.T))

@@ -167,7 +167,7 @@ class _Run:
     accumulate: int
     floor: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.history: list[dict[str, int | float]] = []
 
     def measure(self, step: int, *, train: bool) -> Status:
@@ -237,10 +237,10 @@ def _prompts(
     for batches, indices, offset in ((forget, used[0], 0), (retain, used[1], len(used[0]))):
         for n, batch in enumerate(batches):
             batches[n] = torch.searchsorted(torch.tensor(indices, dtype=torch.long), batch) + offset
-    batch = encode(model, facts)
+    encoded = encode(model, facts)
     device = model.device
-    tokens, attention_mask = batch.tokens.to(device), batch.attention_mask.to(device)
-    read, answer, mask = (t.to(device) for t in _reads(batch.tokens, batch.answer_mask))
+    tokens, attention_mask = encoded.tokens.to(device), encoded.attention_mask.to(device)
+    read, answer, mask = (t.to(device) for t in _reads(encoded.tokens, encoded.answer_mask))
     if layer is None or not model.fast:
 
         def logits(rows: Tensor, positions: Tensor) -> Tensor:
