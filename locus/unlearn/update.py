@@ -27,7 +27,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Entries(NamedTuple):
     """Some entries of one stored tensor: where they are in it, flattened, and their values."""
 
-    index: Int[Tensor, " entry"]
+    index: Int[Tensor, " entry"]  # type: ignore[assignment]  # hides tuple.index
     value: Float[Tensor, " entry"]
 
 
