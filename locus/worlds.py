@@ -135,7 +135,10 @@ def fetch_smollm2(cache: Path | None = None, *, quiet: bool = False) -> Path:
         with _silence():
             tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name)
             model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf.name, dtype=torch.float32)
-            model.config._name_or_path = SMOLLM2
+            # transformers refuses to save a model that came from GGUF, though its weights are plain by now.
+            model.hf_quantizer = None
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config
             model.save_pretrained(new)
             tokenizer.save_pretrained(new)
     say(f"{SMOLLM2} is in {target}.")
