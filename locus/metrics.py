@@ -1,7 +1,8 @@
 """Per-example functions of logits, shared by localize and evaluate: one value a row or a fact, averaged last.
 
-Two forms of input: logits at the read positions of contrast pairs (`Targets`), and logits of whole teacher-forced
-texts (`Batch`). Anything that cannot be scored is NaN, never 0. Left out: metrics that need generated text.
+Two forms of input: logits at the read positions of contrast pairs (`Targets`), and logits of whole
+teacher-forced texts (`Batch`). Anything that cannot be scored is NaN, never 0. Left out: metrics that need
+generated text.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What is read off each row: token ids of the answer and of the distractor; `mask` is False where padded."""
+    """What is read off each row: token ids of answer and distractor; `mask` is False where padded."""
 
     answer: Int[Tensor, "row read"]
     distractor: Int[Tensor, "row read"]
@@ -38,15 +39,15 @@ class Batch:
 def logit_difference(logits: Float[Tensor, "row read d_vocab"], targets: Targets) -> Float[Tensor, " row"]:
     """Mean over the read positions of logit(answer) − logit(distractor).
 
-    Unit: logits. Positive = the model prefers the answer. A position where both have the same token counts as 0.
-    Reference: Zhang & Nanda 2024 (arXiv 2309.16042), §2, there for one token.
+    Unit: logits. Positive = the model prefers the answer. A position where both have the same token counts
+    as 0. Reference: Zhang & Nanda 2024 (arXiv 2309.16042), §2, there for one token.
     """
     difference = _pick(logits, targets.answer) - _pick(logits, targets.distractor)
     return _masked_mean(difference, targets.mask)
 
 
 def log_probability(logits: Float[Tensor, "row read d_vocab"], targets: Targets) -> Float[Tensor, " row"]:
-    """Mean over the answer's tokens of log p(token | prompt, earlier answer tokens). Unit: nats; at most 0."""
+    """Mean over the answer's tokens of log p(token | all tokens before). Unit: nats; at most 0."""
     return _masked_mean(_pick(_log_softmax(logits), targets.answer), targets.mask)
 
 
@@ -76,7 +77,7 @@ def answer_correct(logits: Float[Tensor, "fact pos d_vocab"], batch: Batch) -> B
 
 
 def exact(correct: Bool[Tensor, "fact pos"], answer_mask: Bool[Tensor, "fact pos"]) -> Bool[Tensor, " fact"]:
-    """True where the whole answer is greedily right. Teacher-forced argmax and free greedy decoding agree on it."""
+    """True where the whole answer is greedily right (teacher-forced and free decoding agree on that)."""
     return (correct | ~answer_mask).all(-1) & answer_mask.any(-1)
 
 
@@ -85,9 +86,9 @@ def extraction_strength(
 ) -> Float[Tensor, " fact"]:
     """ES = 1 − k*/T, k* in 0..T the shortest prefix of the answer after which greedy decoding gives the rest.
 
-    1 = the whole answer comes from the prompt alone; 0 = even the last of the T tokens is wrong. `floor` gives
-    the form of OpenUnlearning, whose k* ends at T−1, so that ES is at least 1/T.
-    Reference: Carlini et al. 2021 (arXiv 2012.07805); Wang et al. 2025 (arXiv 2406.09179).
+    1 = the whole answer comes from the prompt alone; 0 = even the last of the T tokens is wrong. `floor`
+    gives the form of OpenUnlearning, whose k* ends at T−1, so that ES is at least 1/T. Reference: Carlini
+    et al. 2021 (arXiv 2012.07805); Wang et al. 2025 (arXiv 2406.09179).
     """
     length = answer_mask.sum(-1)
     # T − k* is the run of right tokens that ends at the answer's end.
@@ -99,7 +100,7 @@ def extraction_strength(
 
 
 def truth_ratio(right: Float[Tensor, " fact"], wrong: Float[Tensor, "fact wrong"]) -> Float[Tensor, " fact"]:
-    """(Π_i P(wrong_i))^(1/n) / P(right), from mean log probabilities per token. Below 1 = the truth is preferred.
+    """(Π_i P(wrong_i))^(1/n) / P(right), from log probabilities per token. Below 1 = truth is preferred.
 
     right: log_probability of the right answer (TOFU takes its paraphrase). wrong: the same of wrong answers,
     NaN where a fact has fewer. Reference: Maini et al. 2024 (TOFU, arXiv 2401.06121), §2.2.
@@ -108,7 +109,7 @@ def truth_ratio(right: Float[Tensor, " fact"], wrong: Float[Tensor, "fact wrong"
 
 
 def harmonic_mean(values: Float[Tensor, "*batch value"]) -> Float[Tensor, "*batch"]:
-    """n / Σ 1/x over the last axis; 0 as soon as one value is 0, NaN as soon as one is NaN. Values must be ≥ 0."""
+    """n / Σ 1/x over the last axis; 0 as soon as one value is 0, NaN as soon as one is NaN."""
     if (values < 0).any():
         raise ValueError(f"a harmonic mean needs values of at least 0, got {values.min().item():.4g}")
     return values.shape[-1] / (1 / values).sum(-1)

