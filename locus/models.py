@@ -102,8 +102,10 @@ class HookedModel:
 
     def logits(
         self, tokens: Int[Tensor, "batch pos"], attention_mask: Bool[Tensor, "batch pos"] | None = None
-    ) -> Float[Tensor, "batch pos d_vocab"]:
+    ) -> Float[Tensor, "batch _ d_vocab"]:
         """Logits of a batch; padding may be on either side when `attention_mask` (True = a token) says where.
+
+        One a position, [batch, pos, d_vocab]; only some within `hooks.read_only`.
 
         Autograd is on unless the caller turns it off. Logits at padding mean nothing.
         """

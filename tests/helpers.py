@@ -57,3 +57,59 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         _random, hf.OlmoeForCausalLM, hf.OlmoeConfig, **_GROUPED, num_experts=4, num_experts_per_tok=2
     ),
 }
+
+
+def contrast_pairs(n: int = 3, padding: str | None = None) -> Any:
+    """Random aligned pairs that differ in the second token; two read positions, of which some are padding."""
+    from locus.facts import ContrastPairs, Fact, Facts
+
+    generator = torch.Generator().manual_seed(2)
+    length = 6
+    clean = torch.randint(3, 97, (n, length), generator=generator)
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] - 3 + 17) % 94 + 3
+    lengths = torch.tensor([length - (i % 3 if padding else 0) for i in range(n)])
+    first = length - lengths if padding == "left" else torch.zeros_like(lengths)
+    at = torch.arange(length)
+    mask = (at >= first[:, None]) & (at < (first + lengths)[:, None])
+    if padding:
+        rows = [row[:k].tolist() for row, k in zip(clean, lengths.tolist(), strict=True)]
+        others = [row[:k].tolist() for row, k in zip(corrupted, lengths.tolist(), strict=True)]
+        clean, corrupted = torch.ones_like(clean), torch.ones_like(corrupted)
+        for i, (row, other) in enumerate(zip(rows, others, strict=True)):
+            clean[i, mask[i]], corrupted[i, mask[i]] = torch.tensor(row), torch.tensor(other)
+    last = first + lengths - 1
+    read_mask = torch.ones(n, 2, dtype=torch.bool)
+    read_mask[1:, 1] = False
+    return ContrastPairs(
+        clean=clean,
+        corrupted=corrupted,
+        attention_mask=mask,
+        read=torch.stack([last, last - 1], dim=1).where(read_mask, torch.zeros(n, 2, dtype=torch.long)),
+        answer=torch.tensor([[5, 7]] * n).where(read_mask, torch.zeros(n, 2, dtype=torch.long)),
+        distractor=torch.tensor([[6, 8]] * n).where(read_mask, torch.zeros(n, 2, dtype=torch.long)),
+        read_mask=read_mask,
+        subject=(at == first[:, None] + 1).expand(n, -1),
+        facts=Facts([Fact(f"w{i}", "relation", f"w{i} w50", "w60") for i in range(n)]),
+    )
+
+
+def localizers() -> dict[str, Any]:
+    """Every localizer, under the property tests of test_localize.py."""
+    from locus import localize as lo
+
+    return {
+        "patching": lo.ActivationPatching(),
+        "patching, noising": lo.ActivationPatching(direction="noising"),
+        "attribution": lo.AttributionPatching(),
+        "attribution, noising": lo.AttributionPatching(direction="noising"),
+        "knockout, zero": lo.Knockout("zero"),
+        "knockout, mean": lo.Knockout("mean"),
+        "knockout, resample": lo.Knockout("resample"),
+        "activations": lo.Activations(),
+        "activations, abs_mean": lo.Activations("abs_mean"),
+        "random": lo.Random(),
+    }
+
+
+LOCALIZERS = tuple(localizers())
