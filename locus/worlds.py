@@ -192,7 +192,7 @@ def _fit(
     n, phrasings, _ = tokens.shape
     batches = -(-n // TINY["batch_size"])
     steps = TINY["epochs"] * batches
-    warm_up = steps // 20
+    warm_up = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / (steps - warm_up))
     )

@@ -3,6 +3,7 @@
 Tokens of prompt and answer are told apart by construction, or the fact is refused by name.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -82,12 +83,17 @@ def render(tokenizer: Any, fact: Fact) -> tuple[str, str]:
         return fact.prompt, " "
     if not tokenizer.chat_template:
         raise ValueError("this tokenizer has no chat template: take facts with chat_template=False")
+    template = re.sub(
+        r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
+        lambda call: repr(CHAT_DATE.strftime(call[2])),
+        tokenizer.get_chat_template(),
+    )
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": fact.prompt}],
+        chat_template=template,
         tokenize=False,
         add_generation_prompt=True,
         date_string=CHAT_DATE.strftime("%d %b %Y"),
-        strftime_now=CHAT_DATE.strftime,
     )
     return text, ""
 
