@@ -1,4 +1,37 @@
 """locus: locate knowledge in a language model, edit only what you located, and measure whether locating helped."""
 
+from locus import facts as facts
+from locus import patching as patching
+from locus.components import Component as Component
+from locus.components import Components as Components
+from locus.evaluate import Evaluation as Evaluation
+from locus.evaluate import drift as drift
+from locus.evaluate import evaluate as evaluate
+from locus.evaluate import relearn as relearn
+from locus.localize import ActivationPatching as ActivationPatching
+from locus.localize import Activations as Activations
+from locus.localize import AttributionPatching as AttributionPatching
+from locus.localize import Knockout as Knockout
+from locus.localize import Random as Random
+from locus.localize import localize as localize
+from locus.masks import Mask as Mask
+from locus.masks import ParameterMask as ParameterMask
+from locus.masks import controls as controls
+from locus.metrics import log_probability as log_probability
+from locus.metrics import logit_difference as logit_difference
+from locus.metrics import probability as probability
 from locus.models import HookedModel as HookedModel
 from locus.models import load as load
+from locus.models import wrap as wrap
+from locus.report import report as report
+from locus.scores import Scores as Scores
+from locus.study import compare as compare
+from locus.unlearn import NPO as NPO
+from locus.unlearn import SGD as SGD
+from locus.unlearn import WGA as WGA
+from locus.unlearn import AdamW as AdamW
+from locus.unlearn import GradientDifference as GradientDifference
+from locus.unlearn import Update as Update
+from locus.unlearn import guard as guard
+from locus.unlearn import unlearn as unlearn
+from locus.verdict import verdict as verdict

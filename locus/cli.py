@@ -47,7 +47,7 @@ def sites(model: Positional[Model] = "tiny", /) -> None:
 
     Example: locus sites smollm2
     """
-    import locus.components as c
+    from locus import components as c
 
     loaded = _load(model)
     cfg = loaded.cfg
@@ -93,12 +93,12 @@ def localize(
         seed: Chooses the corrupted prompts.
         save: Write all scores to this file.
     """
-    import locus.localize
+    import locus
 
     loaded = _load(model)
     known = _facts(facts, model)[0].known_by(loaded)
     pairs = known.contrast_pairs(loaded, seed=seed)[:n]
-    scores = locus.localize.localize(loaded, pairs, _method(method, seed), components=components)
+    scores = locus.localize(loaded, pairs, _method(method, seed), components=components)
     print(
         f"{scores.method!r} on {len(pairs)} facts of {known.name}, in {scores.metric}: positive = it supports the answer"
     )
@@ -277,25 +277,21 @@ def _facts(name: str | None, model: str) -> "tuple[Facts, Facts | None]":
 
 
 def _method(name: str, seed: int) -> Any:
-    from locus import localize as methods
+    import locus
 
     make = {
-        "attribution-patching": methods.AttributionPatching,
-        "activation-patching": methods.ActivationPatching,
-        "knockout": methods.Knockout,
-        "activations": methods.Activations,
+        "attribution-patching": locus.AttributionPatching,
+        "activation-patching": locus.ActivationPatching,
+        "knockout": locus.Knockout,
+        "activations": locus.Activations,
     }
-    return methods.Random(seed=seed) if name == "random" else make[name]()
+    return locus.Random(seed=seed) if name == "random" else make[name]()
 
 
 def _objective(name: str) -> Any:
-    from locus import unlearn as objectives
+    import locus
 
-    return {
-        "npo": objectives.NPO,
-        "gradient-difference": objectives.GradientDifference,
-        "wga": objectives.WGA,
-    }[name]()
+    return {"npo": locus.NPO, "gradient-difference": locus.GradientDifference, "wga": locus.WGA}[name]()
 
 
 def _plan(model: str, full: bool) -> "Plan":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from locus import evaluate as ev
+from locus.evaluate import DriftText, Evaluation, Strength, aues, drift, evaluate, relative, score
 from locus.facts import Facts, FactSplit, encode
 from locus.localize import ActivationPatching, Activations, AttributionPatching, localize
 from locus.masks import Mask, ParameterMask, controls
@@ -16,7 +16,7 @@ from locus.metrics import Batch
 from locus.models import HookedModel
 from locus.unlearn import NPO, AdamW, unlearn
 
-KINDS: tuple[ev.Strength, ...] = ("extraction", "probability")
+KINDS: tuple[Strength, ...] = ("extraction", "probability")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Plan:
     strength: what forget and retain strength are made of. "probability" (relative to the original model) suits short
         answers of natural facts, "extraction" answers of several tokens; the other one is in the table too.
     rates: learning rates to try for each type of arm (masked = top, bottom, random; kind; all); a best rate at an edge
-        extends the grid by the ratio of its neighbours, at most `extend` times. Tuned on the split of `tuning_seed`.
+        extends the grid by the ratio of its neighbours, at most `extend` times. Of rates within `near` of the best mean
+        AUES the lowest is taken: its checkpoints are closer together. Tuned on the split of `tuning_seed`.
     scan_layers: how many layers, evenly spaced, are edited alone (None = every layer), in each of `scan_seeds` seeds,
         for `scan_steps` steps at `scan_rate`, untuned.
     bound: a difference of AUES inside ± bound counts as none.
@@ -44,16 +45,17 @@ class Plan:
     draws: int = 19
     seeds: tuple[int, ...] = (0, 1, 2)
     forget: int = 16
-    part: int = 32
-    steps: int = 30
+    part: int = 24
+    steps: int = 60
     every: int = 1
-    batch_size: int | None = None
-    strength: ev.Strength = "extraction"
+    batch_size: int | None = 8
+    strength: Strength = "extraction"
     rates: tuple[tuple[str, tuple[float, ...]], ...] = (
-        ("masked", (1e-3, 3e-3, 1e-2)),
-        ("kind", (3e-4, 1e-3, 3e-3)),
-        ("all", (3e-4, 1e-3, 3e-3)),
+        ("masked", (7e-4, 1.4e-3, 2.8e-3)),
+        ("kind", (2.5e-4, 5e-4, 1e-3)),
+        ("all", (1e-4, 2e-4, 4e-4)),
     )
+    near: float = 0.01
     extend: int = 3
     tuning_seed: int = 1000
     wrong: int = 2
@@ -62,7 +64,7 @@ class Plan:
     scan_steps: int = 30
     scan_rate: float = 1e-3
     bound: float = 0.02
-    threads: int = 2
+    threads: int = 1
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.rates]
@@ -125,7 +127,7 @@ class Case:
 
     split: FactSplit
     measured: Batch  # the forget facts, then the holdout
-    original: ev.Evaluation
+    original: Evaluation
     masks: dict[tuple[str, str, int], Mask | ParameterMask]
 
 
@@ -152,7 +154,7 @@ def prepare(
         masks |= {(name, "random", i): mask for i, mask in enumerate(drawn)}
     masks["", "kind", 0] = Mask.full(model.components(plan.kind))
     masks["", "all", 0] = ParameterMask.full(model)
-    return Case(split, measured, ev.evaluate(model, split, wrong=plan.wrong), masks)
+    return Case(split, measured, evaluate(model, split, wrong=plan.wrong), masks)
 
 
 def _some(facts: Facts, n: int, rng: np.random.Generator) -> Facts:
@@ -181,7 +183,7 @@ def named(methods: Sequence[Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ one run
 
 
-def execute(model: HookedModel, case: Case, plan: Plan, run: Run, text: ev.DriftText) -> dict[str, Any]:
+def execute(model: HookedModel, case: Case, plan: Plan, run: Run, text: DriftText) -> dict[str, Any]:
     """Do one update and return {"rows": [[step, metric, value], …], "status": …, "facts": per fact for a scan}."""
     if run.arm == "none":
         return _original(model, case, plan)
@@ -217,8 +219,8 @@ def execute(model: HookedModel, case: Case, plan: Plan, run: Run, text: ev.Drift
         rows += [["update_norm", update.norm], ["n_parameters", mask.n_parameters]]
         rows += [["n_changed", update.n_changed], ["learning_rate", run.rate]]
         with update.applied(model):
-            rows += _final(ev.evaluate(model, case.split, reference=case.original, wrong=plan.wrong))
-            rows += [["drift", float(ev.drift(model, text).mean())]]
+            rows += _final(evaluate(model, case.split, reference=case.original, wrong=plan.wrong))
+            rows += [["drift", float(drift(model, text).mean())]]
     return result | {"rows": curve + [[-1, name, float(value)] for name, value in rows]}
 
 
@@ -230,7 +232,7 @@ def _one_mlp(model: HookedModel, layer: int) -> Mask:
 def _original(model: HookedModel, case: Case, plan: Plan) -> dict[str, Any]:
     """The model as it is: the floor of every forget strength and the ceiling of every retain strength."""
     curve = [[0, name, value] for name, value in _strengths(model, case)[0].items()]
-    whole = ev.evaluate(model, case.split, reference=case.original, wrong=plan.wrong)
+    whole = evaluate(model, case.split, reference=case.original, wrong=plan.wrong)
     rows = [*_areas(curve, plan), *_final(whole)]
     return {"status": "finished", "rows": curve + [[-1, name, float(value)] for name, value in rows]}
 
@@ -250,9 +252,9 @@ def causal_effects(model: HookedModel, case: Case, seed: int) -> dict[str, Any]:
 
 def _strengths(model: HookedModel, case: Case) -> tuple[dict[str, float], list[float]]:
     """Strengths of the model as it is now, and 1 - min(1, p / p of the original) of each forget fact."""
-    answers = ev.score(model, case.measured, rows=64)
+    answers = score(model, case.measured, rows=64)
     original = torch.cat([case.original.values(part, "probability") for part in ("forget", "holdout")])
-    kept = ev.relative(answers.log_probability.exp(), original).clamp(max=1)
+    kept = relative(answers.log_probability.exp(), original).clamp(max=1)
     n = len(case.split.forget)
     strengths = {}
     for kind, values in (("extraction", answers.extraction_strength), ("probability", kept)):
@@ -265,9 +267,9 @@ def _areas(curve: list[list[Any]], plan: Plan) -> list[list[Any]]:
     """AUES in its forms, and the most that was forgotten while 95% of the original retain strength was kept."""
     by_kind = {kind: points(curve, kind) for kind in KINDS}
     main = by_kind[plan.strength]
-    rows = [["aues", ev.aues(main)], ["aues_trapezoid", ev.aues(main, form="trapezoid")]]
-    rows += [["aues_halved", ev.aues(main[::2])]]
-    rows += [[f"aues_{kind}", ev.aues(p)] for kind, p in by_kind.items()]
+    rows = [["aues", aues(main)], ["aues_trapezoid", aues(main, form="trapezoid")]]
+    rows += [["aues_halved", aues(main[::2])]]
+    rows += [[f"aues_{kind}", aues(p)] for kind, p in by_kind.items()]
     kept = [forgotten for retained, forgotten in main if retained >= 0.95 * main[0][0]]
     return rows + [["forget_at_95", max(kept)]]
 
@@ -282,7 +284,7 @@ def points(curve: Sequence[Sequence[Any]], kind: str) -> list[tuple[float, float
     return [pair for pair in pairs if np.isfinite(pair).all()]
 
 
-def _final(evaluation: ev.Evaluation) -> list[list[Any]]:
+def _final(evaluation: Evaluation) -> list[list[Any]]:
     rows: list[list[Any]] = [
         [f"{part}_{metric}", evaluation.mean(part, metric)] for part, metric in evaluation.per_fact
     ]

@@ -26,8 +26,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from locus import evaluate as ev
 from locus import runs
+from locus.evaluate import DriftText, aues, drift_text
 from locus.facts import Facts
 from locus.folder import Folder, enter, write
 from locus.models import HookedModel
@@ -116,7 +116,7 @@ class _Study:
                 *((name, "random", i) for i in range(plan.draws)),
             ]
         self._cases: dict[int, Case] = {}
-        self._text: ev.DriftText | None = None
+        self._text: DriftText | None = None
 
     def run(self) -> pd.DataFrame:
         plan = self.plan
@@ -158,7 +158,7 @@ class _Study:
         return [(name, arm, 0) for name in named(self.plan.localizers) for arm in ("top", "random")]
 
     def _tune(self, objective: str) -> dict[str, float]:
-        """The best rate of each type of arm, by mean AUES on the tuning seed."""
+        """The rate of each type of arm, by mean AUES on the tuning seed."""
         chosen = {}
         tuning = self.record.setdefault("tuning", {})[objective] = {}
         for kind, grid in self.plan.rates:
@@ -179,9 +179,14 @@ class _Study:
                 missing = beyond if extended < self.plan.extend else []
                 extended += len(missing)
                 self.bar.extend(len(missing) * len(self._tuned_on(kind)))
-            chosen[kind] = best
+            chosen[kind] = min(rate for rate, area in found.items() if area >= found[best] - self.plan.near)
             areas = {f"{rate:.6g}": area for rate, area in sorted(found.items())}
-            tuning[kind] = {"chosen": best, "at the edge": bool(beyond), "mean AUES by rate": areas}
+            tuning[kind] = {
+                "chosen": chosen[kind],
+                "best": best,
+                "at the edge": bool(beyond),
+                "mean AUES by rate": areas,
+            }
         self.folder.note(self.record)
         return chosen
 
@@ -291,9 +296,9 @@ class _Study:
             except Exception:
                 return  # the parent meets the same error, and can say it
 
-    def _drift_text(self) -> ev.DriftText:
+    def _drift_text(self) -> DriftText:
         if self._text is None:
-            self._text = ev.drift_text(self.model)
+            self._text = drift_text(self.model)
         return self._text
 
     def _case(self, seed: int) -> Case:
@@ -394,7 +399,7 @@ def _common_areas(plan: Plan, results: Sequence[tuple[Run, dict[str, Any]]]) -> 
         high = min(max(retained for retained, _ in p) for p in peers)
         areas.append((low, high))
     return [
-        ev.aues(p, between=(max(0.0, low), min(1.0, high)))
+        aues(p, between=(max(0.0, low), min(1.0, high)))
         if min(1.0, high) - max(0.0, low) > 0.01
         else math.nan
         for p, (low, high) in zip(points, areas, strict=True)

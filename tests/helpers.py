@@ -96,7 +96,7 @@ def contrast_pairs(n: int = 3, padding: str | None = None) -> Any:
 
 def localizers() -> dict[str, Any]:
     """Every localizer, under the property tests of test_localize.py."""
-    from locus import localize as lo
+    import locus as lo
 
     return {
         "patching": lo.ActivationPatching(),

@@ -1,5 +1,6 @@
 """What evaluate() says is what a loop over single prompts says, and areas are areas."""
 
+import importlib
 import math
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 import torch
 from small import facts, model
 
-from locus import evaluate as ev
 from locus.facts import Fact, Facts, FactSplit, encode
+
+ev = importlib.import_module("locus.evaluate")  # locus.evaluate is the function
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +32,8 @@ def alone(prompt: str, answer: str) -> tuple[float, float, bool]:
 
 
 def test_every_metric_is_that_of_single_prompts(split):
-    e = ev.evaluate(model(), split, wrong=3, seed=5)
-    for part in ev.PARTS:
+    e = evaluate(model(), split, wrong=3, seed=5)
+    for part in PARTS:
         for i, fact in enumerate(getattr(split, part)):
             p, strength, exact = alone(fact.prompt, fact.answer)
             assert e.values(part, "probability")[i].item() == pytest.approx(p, rel=1e-4)
@@ -40,9 +42,9 @@ def test_every_metric_is_that_of_single_prompts(split):
             again, strength, _ = alone(fact.paraphrases[0], fact.answer)
             assert e.values(part, "paraphrase_probability")[i].item() == pytest.approx(again, rel=1e-4)
             assert e.values(part, "paraphrase_extraction")[i].item() == strength
-    pool = [fact for part in ev.PARTS for fact in getattr(split, part)]
+    pool = [fact for part in PARTS for fact in getattr(split, part)]
     fact = split.holdout[1]
-    wrong = ev._wrong_answers(fact, pool, 3, 5)
+    wrong = _wrong_answers(fact, pool, 3, 5)
     assert len(set(wrong)) == 3 and fact.answer not in wrong
     assert set(wrong) <= {f.answer for f in pool if f.relation == fact.relation}
     expected = (
@@ -54,16 +56,16 @@ def test_every_metric_is_that_of_single_prompts(split):
 
 def test_chunks_do_not_matter(split):
     batch = encode(model(), split.holdout)
-    whole, chunked = ev.score(model(), batch, rows=100), ev.score(model(), batch, rows=2)
+    whole, chunked = score(model(), batch, rows=100), score(model(), batch, rows=2)
     torch.testing.assert_close(whole.log_probability, chunked.log_probability, atol=1e-5, rtol=1e-5)
-    assert len(ev.score(model(), encode(model(), split.holdout[:1])).exact) == 1
+    assert len(score(model(), encode(model(), split.holdout[:1])).exact) == 1
 
 
 def test_unscored_is_nan_and_never_zero():
     lone = Facts([Fact("w3", "home", "w3 w90", facts()[6].answer)])
     none = Facts([])
     split = FactSplit(lone, none, none, none, 0)
-    e = ev.evaluate(model(), split)
+    e = evaluate(model(), split)
     for metric in ("truth_ratio", "paraphrase_probability", "relative_probability"):
         assert e.values("forget", metric).isnan().all() and e.n("forget", metric) == 0
         assert math.isnan(e.mean("forget", metric))
@@ -72,29 +74,29 @@ def test_unscored_is_nan_and_never_zero():
 
 
 def test_relative_probability_is_to_the_original(split):
-    original = ev.evaluate(model(), split)
-    again = ev.evaluate(model(), split, reference=original)
+    original = evaluate(model(), split)
+    again = evaluate(model(), split, reference=original)
     assert (
         again.forget_strength("probability") == pytest.approx(0) and again.retain_strength("probability") == 1
     )
     assert math.isnan(original.strength("forget", "probability"))
     other = facts().split(forget=6, seed=1, other_relations=("pet",))
     with pytest.raises(ValueError, match="other facts"):
-        ev.evaluate(model(), other, reference=original)
-    assert ev.relative(torch.tensor([0.2, 0.3]), torch.tensor([0.4, 0.0])).tolist()[0] == 0.5
-    assert ev.relative(torch.tensor([0.3]), torch.tensor([0.0])).isnan().all()
+        evaluate(model(), other, reference=original)
+    assert relative(torch.tensor([0.2, 0.3]), torch.tensor([0.4, 0.0])).tolist()[0] == 0.5
+    assert relative(torch.tensor([0.3]), torch.tensor([0.0])).isnan().all()
 
 
 def test_knowledge_is_seen(split):
-    e = ev.evaluate(model(), split, reference=None)
+    e = evaluate(model(), split, reference=None)
     assert e.forget_strength() == 0 and e.retain_strength() == 1 and e.mean("forget", "truth_ratio") < 0.1
     assert 0.9 < e.utility() <= 1
-    assert set(e.rows().metric) == set(ev.METRICS) and set(e.rows().better) == {"higher", "lower"}
-    assert ev.DIRECTION["forget_probability"] == "lower" and ev.DIRECTION["holdout_truth_ratio"] == "lower"
+    assert set(e.rows().metric) == set(METRICS) and set(e.rows().better) == {"higher", "lower"}
+    assert DIRECTION["forget_probability"] == "lower" and DIRECTION["holdout_truth_ratio"] == "lower"
 
 
 def test_forget_quality_needs_the_retained_model(split):
-    e = ev.evaluate(model(), split)
+    e = evaluate(model(), split)
     with pytest.raises(ValueError, match="without the forget facts"):
         e.forget_quality()
     assert e.forget_quality(e) == 1
@@ -106,8 +108,8 @@ def test_interval_covers():
         hits = 0
         for _ in range(200):
             values = torch.tensor(rng.normal(0.3, 1, n))
-            low, high = ev.interval(values)
-            assert (low, high) == ev.interval(torch.cat([values, torch.tensor([math.nan])]), method=method)
+            low, high = interval(values)
+            assert (low, high) == interval(torch.cat([values, torch.tensor([math.nan])]), method=method)
             hits += low <= 0.3 <= high
         assert 178 <= hits <= 199, (n, hits)
 
@@ -123,25 +125,25 @@ def brute(points: list[tuple[float, float]], low: float = 0.0, high: float = 1.0
 @pytest.mark.parametrize("seed", range(8))
 def test_aues_is_the_integral_of_the_envelope(seed):
     points = [tuple(p) for p in np.random.default_rng(seed).random((seed + 1, 2))]
-    assert ev.aues(points) == pytest.approx(brute(points), abs=1e-3)
-    assert ev.aues(points[::-1]) == ev.aues(points)
-    assert ev.aues(points, between=(0.2, 0.7)) == pytest.approx(brute(points, 0.2, 0.7), abs=1e-3)
-    assert ev.aues(points + [(0.0, 1.0)]) == pytest.approx(ev.aues(points))
-    assert ev.aues(points, form="trapezoid") >= ev.aues(points) - 1e-12
+    assert aues(points) == pytest.approx(brute(points), abs=1e-3)
+    assert aues(points[::-1]) == aues(points)
+    assert aues(points, between=(0.2, 0.7)) == pytest.approx(brute(points, 0.2, 0.7), abs=1e-3)
+    assert aues(points + [(0.0, 1.0)]) == pytest.approx(aues(points))
+    assert aues(points, form="trapezoid") >= aues(points) - 1e-12
 
 
 def test_aues_at_its_ends():
-    assert ev.aues([(1.0, 0.0)]) == 0 and ev.aues([(1.0, 1.0)]) == 1 and ev.aues([(0.5, 1.0)]) == 0.5
-    assert ev.aues([(1.2, 1.0)]) == 1  # a fact more likely than before is kept, not more than kept
+    assert aues([(1.0, 0.0)]) == 0 and aues([(1.0, 1.0)]) == 1 and aues([(0.5, 1.0)]) == 0.5
+    assert aues([(1.2, 1.0)]) == 1  # a fact more likely than before is kept, not more than kept
     line = [(1 - x, x) for x in np.linspace(0, 1, 1001)]
-    assert ev.aues(line) == pytest.approx(0.5, abs=1e-3)
-    assert ev.aues(line[::500], form="trapezoid") == pytest.approx(0.5)
-    assert ev.aues(line[::500]) == pytest.approx(0.25)
+    assert aues(line) == pytest.approx(0.5, abs=1e-3)
+    assert aues(line[::500], form="trapezoid") == pytest.approx(0.5)
+    assert aues(line[::500]) == pytest.approx(0.25)
     for wrong in ([], [(math.nan, 1.0)]):
         with pytest.raises(ValueError, match="checkpoint"):
-            ev.aues(wrong)
+            aues(wrong)
     with pytest.raises(ValueError, match="range"):
-        ev.aues(line, between=(0.7, 0.2))
+        aues(line, between=(0.7, 0.2))
 
 
 # ------------------------------------------------------------------------------------------------ drift
@@ -149,12 +151,12 @@ def test_aues_at_its_ends():
 
 def test_drift_is_zero_for_the_model_itself_and_counts_an_edit(tmp_path):
     m = model()
-    text = ev.drift_text(m, n=3, length=6, seed=1)
-    assert torch.equal(text.tokens, ev.drift_text(m, n=3, length=6, seed=1).tokens)
-    assert (ev.drift(m, text) == 0).all()
+    text = drift_text(m, n=3, length=6, seed=1)
+    assert torch.equal(text.tokens, drift_text(m, n=3, length=6, seed=1).tokens)
+    assert (drift(m, text) == 0).all()
     file = tmp_path / "text.txt"
     file.write_text("w1 w90 w35 w60 " * 5)
-    own = ev.drift_text(m, text=file, length=4, n=2)
+    own = drift_text(m, text=file, length=4, n=2)
     name, weight = next((n, w) for n, w in m.weights.items() if n.endswith("mlp.down_proj.weight"))
     kept = weight.detach().clone()
     try:
@@ -164,11 +166,11 @@ def test_drift_is_zero_for_the_model_itself_and_counts_an_edit(tmp_path):
             by_hand = (
                 torch.nn.functional.kl_div(q, t.log_probs, log_target=True, reduction="none").sum(-1).mean(-1)
             )
-            torch.testing.assert_close(ev.drift(m, t).float(), by_hand, atol=1e-5, rtol=1e-4)
-            assert (ev.drift(m, t) > 0).all()
+            torch.testing.assert_close(drift(m, t).float(), by_hand, atol=1e-5, rtol=1e-4)
+            assert (drift(m, t) > 0).all()
     finally:
         m.write(name, kept)
     with pytest.raises(ValueError, match="tokens"):
-        ev.drift_text(m, text=file, length=500)
+        drift_text(m, text=file, length=500)
     with pytest.raises(ValueError, match="no text file"):
-        ev.drift_text(m, text=tmp_path / "absent.txt")
+        drift_text(m, text=tmp_path / "absent.txt")
