@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 from tyro.conf import Positional
@@ -51,10 +51,8 @@ def sites(model: Positional[Model] = "tiny", /) -> None:
 
     loaded = _load(model)
     cfg = loaded.cfg
-    print(
-        f"{loaded.name}: {cfg.n_layers} layers, {sum(w.numel() for w in loaded.weights.values()):,} parameters"
-    )
-    for kind in c.KINDS:
+    print(f"{loaded.name}: {cfg.n_layers} layers, {sum(w.numel() for w in loaded.weights.values()):,} parameters")
+    for kind in get_args(Kind):
         try:
             components = loaded.components(kind)
         except ValueError as error:
@@ -62,7 +60,7 @@ def sites(model: Positional[Model] = "tiny", /) -> None:
             continue
         first = components[0]
         print(f"\n{kind}: {len(components):,}, {components.labels[0]} … {components.labels[-1]}")
-        print(f"  hook     {c.site(loaded, first)[0]}")
+        print(f"  hook     {c.site(first)}")
         for name, index in c.slices(loaded, first).items():
             weight = loaded.weights[name]
             print(f"  weights  {name} {tuple(weight.shape)}: {weight[index].numel():,} parameters of {first}")
@@ -100,7 +98,7 @@ def localize(
     pairs = known.contrast_pairs(loaded, seed=seed)[:n]
     scores = locus.localize(loaded, pairs, _method(method, seed), components=components)
     print(
-        f"{scores.method!r} on {len(pairs)} facts of {known.name}, in {scores.metric}: positive = it supports the answer"
+        f"{scores.method!r} on {len(pairs)} facts of {known.name}, in {scores.metric}: positive = supports the answer"
     )
     print(scores.top(top).to_string(index=False))
     if save:
@@ -149,7 +147,7 @@ def unlearn(
     pairs = split.forget.contrast_pairs(loaded, seed=seed)
     scores = locus.localize(loaded, pairs, _method(method, seed), components=components)
     mask = locus.Mask.top(scores, budget=budget)
-    print(f"Editing {mask.n_parameters:,} parameters: {', '.join(mask.labels()[:8])} …")
+    print(f"Editing {mask.n_parameters:,} parameters: {', '.join(mask.labels[:8])} …")
     before = evaluate(loaded, split)
     update = locus.unlearn(
         loaded,
@@ -166,12 +164,8 @@ def unlearn(
         if save_model:
             loaded.save_pretrained(save_model)
     print(f"{update.status}: {update.n_changed:,} entries changed, L2 norm {update.norm:.4g}")
-    frame = before.rows().merge(
-        after.rows(), on=["part", "metric", "better", "n"], suffixes=(" before", " after")
-    )
-    print(
-        frame[["part", "metric", "better", "n", "mean before", "mean after"]].round(3).to_string(index=False)
-    )
+    frame = before.rows().merge(after.rows(), on=["part", "metric", "better", "n"], suffixes=(" before", " after"))
+    print(frame[["part", "metric", "better", "n", "mean before", "mean after"]].round(3).to_string(index=False))
     if out:
         update.save(out)
         print(f"Update: {out}")
@@ -219,14 +213,8 @@ def compare(
     loaded = _load(model)
     known, other = _facts(facts, model)
     plan = _plan(model, full)
-    chosen = {
-        "seeds": seeds,
-        "kind": components,
-        "budget": budget,
-        "draws": draws,
-        "steps": steps,
-        "forget": forget,
-    }
+    chosen: dict[str, Any] = {"seeds": seeds, "kind": components, "budget": budget, "draws": draws}
+    chosen |= {"steps": steps, "forget": forget}
     plan = replace(plan, **{name: value for name, value in chosen.items() if value is not None})
     if methods:
         plan = replace(plan, localizers=tuple(_method(name, 0) for name in methods))
@@ -279,13 +267,14 @@ def _facts(name: str | None, model: str) -> "tuple[Facts, Facts | None]":
 def _method(name: str, seed: int) -> Any:
     import locus
 
-    make = {
+    if name == "random":
+        return locus.Random(seed=seed)
+    return {
         "attribution-patching": locus.AttributionPatching,
         "activation-patching": locus.ActivationPatching,
         "knockout": locus.Knockout,
         "activations": locus.Activations,
-    }
-    return locus.Random(seed=seed) if name == "random" else make[name]()
+    }[name]()
 
 
 def _objective(name: str) -> Any:
@@ -299,12 +288,22 @@ def _plan(model: str, full: bool) -> "Plan":
     from locus.runs import Plan
 
     if model == "tiny":
-        return replace(Plan(), seeds=tuple(range(12)), steps=60) if full else Plan()
-    real = replace(
-        Plan(), strength="probability", seeds=(0,), draws=3, steps=20, part=16, scan_layers=10, scan_steps=20
+        return replace(Plan(), seeds=tuple(range(12)), steps=90, dense=60) if full else Plan()
+    real = Plan(
+        strength="probability",
+        seeds=(0,),
+        draws=3,
+        part=16,
+        steps=20,
+        dense=8,
+        rates=(("masked", (5e-5, 1e-4, 2e-4)), ("kind", (2e-5, 4e-5, 8e-5)), ("all", (5e-6, 1e-5, 2e-5))),
+        tuning_localizers=1,
+        scan_layers=10,
+        scan_rate=2e-4,
+        threads=2,
     )
     if full:
-        return replace(real, seeds=tuple(range(5)), draws=5, steps=40, scan_layers=None)
+        return replace(real, seeds=tuple(range(5)), draws=5, steps=40, dense=20, tuning_localizers=2, scan_layers=None)
     return real
 
 

@@ -34,9 +34,7 @@ class Progress:
         if self._plain and now - self._last >= self._seconds:
             self._last = now
             left = (now - self._start) / self._done * (self._total - self._done)
-            self.say(
-                f"{self._stage}: {self._done} of {self._total} runs, {what}; about {_duration(left)} left"
-            )
+            self.say(f"{self._stage}: {self._done} of {self._total} runs, {what}; about {_duration(left)} left")
 
     def say(self, text: str) -> None:
         """A line that does not break the bar."""

@@ -27,12 +27,13 @@ class Plan:
     kind, budget: which components are located, and the fraction of their parameters that a mask may change.
     seeds: a seed is a new split of the facts, new regions, new controls and a new order of the data.
     forget, part: facts to forget; facts at most in each of retain, holdout and other.
-    steps, every: steps of an update, and steps between checkpoints.
+    steps: of an update, with a checkpoint after each of the first `dense` ones and after each `every`-th from there on.
     strength: what forget and retain strength are made of. "probability" (relative to the original model) suits short
         answers of natural facts, "extraction" answers of several tokens; the other one is in the table too.
     rates: learning rates to try for each type of arm (masked = top, bottom, random; kind; all); a best rate at an edge
         extends the grid by the ratio of its neighbours, at most `extend` times. Of rates within `near` of the best mean
-        AUES the lowest is taken: its checkpoints are closer together. Tuned on the split of `tuning_seed`.
+        AUES the lowest is taken: its checkpoints are closer together. Tuned on the split of `tuning_seed`;
+        the rate of masks on the top and one random mask of each of the first `tuning_localizers` localizers.
     scan_layers: how many layers, evenly spaced, are edited alone (None = every layer), in each of `scan_seeds` seeds,
         for `scan_steps` steps at `scan_rate`, untuned.
     bound: a difference of AUES inside ± bound counts as none.
@@ -45,9 +46,10 @@ class Plan:
     draws: int = 19
     seeds: tuple[int, ...] = (0, 1, 2)
     forget: int = 16
-    part: int = 24
-    steps: int = 60
-    every: int = 1
+    part: int = 20
+    steps: int = 36
+    dense: int = 18
+    every: int = 3
     batch_size: int | None = 8
     strength: Strength = "extraction"
     rates: tuple[tuple[str, tuple[float, ...]], ...] = (
@@ -55,13 +57,14 @@ class Plan:
         ("kind", (2.5e-4, 5e-4, 1e-3)),
         ("all", (1e-4, 2e-4, 4e-4)),
     )
-    near: float = 0.01
+    near: float = 0.02
     extend: int = 3
     tuning_seed: int = 1000
+    tuning_localizers: int = 2
     wrong: int = 2
     scan_layers: int | None = None
     scan_seeds: int = 1
-    scan_steps: int = 30
+    scan_steps: int = 20
     scan_rate: float = 1e-3
     bound: float = 0.02
     threads: int = 1
@@ -69,18 +72,16 @@ class Plan:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.rates]
         if names != ["masked", "kind", "all"] or any(len(grid) < 1 for _, grid in self.rates):
-            raise ValueError(
-                f"rates needs a grid for each of masked, kind and all, in this order; got {self.rates}."
-            )
+            raise ValueError(f"rates needs a grid for each of masked, kind and all, in this order; got {self.rates}.")
         for field in ("localizers", "objectives", "seeds"):
             if not getattr(self, field):
                 raise ValueError(f"A study needs at least one of its {field}; got none.")
         if len(set(self.seeds)) < len(self.seeds) or self.tuning_seed in self.seeds:
-            raise ValueError(
-                f"Seeds must differ, also from tuning_seed={self.tuning_seed}; got {self.seeds}."
-            )
-        if self.steps % self.every:
-            raise ValueError(f"steps must be a multiple of every; got {self.steps} and {self.every}.")
+            raise ValueError(f"Seeds must differ, also from tuning_seed={self.tuning_seed}; got {self.seeds}.")
+
+    @property
+    def checkpoints(self) -> list[int]:
+        return sorted({*range(min(self.dense, self.steps)), *range(self.dense, self.steps, self.every), self.steps})
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,7 @@ class Run:
         words += [f"draw{self.draw}"] * (self.arm == "random") + [f"layer{self.layer}"] * (self.layer >= 0)
         words += [f"{self.rate:.6g}"] * (not math.isnan(self.rate))
         return (
-            "-".join("".join(c if c.isalnum() or c in "._+" else "_" for c in word) for word in words if word)
-            + ".json"
+            "-".join("".join(c if c.isalnum() or c in "._+" else "_" for c in word) for word in words if word) + ".json"
         )
 
     @property
@@ -112,9 +112,7 @@ class Run:
 
     def __str__(self) -> str:
         words = [f"seed {self.seed}", self.localizer, self.arm] + [f"{self.draw}"] * (self.arm == "random")
-        words += [f"layer {self.layer}"] * (self.layer >= 0) + [f"rate {self.rate:.3g}"] * (
-            self.stage == "tune"
-        )
+        words += [f"layer {self.layer}"] * (self.layer >= 0) + [f"rate {self.rate:.3g}"] * (self.stage == "tune")
         return " ".join(word for word in words if word)
 
 
@@ -131,18 +129,14 @@ class Case:
     masks: dict[tuple[str, str, int], Mask | ParameterMask]
 
 
-def prepare(
-    model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, seed: int, *, draws: int
-) -> Case:
+def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, seed: int, *, draws: int) -> Case:
     # Without facts of other relations, one of several relations is left out of all losses to stand for them.
     relations = sorted({fact.relation for fact in facts})
     apart = relations[-1:] if other is None and len(relations) > 2 else ()
     split = facts.split(forget=plan.forget, seed=seed, other=other, other_relations=apart)
     rng = np.random.default_rng(seed)
-    split = replace(
-        split,
-        **{part: _some(getattr(split, part), plan.part, rng) for part in ("retain", "holdout", "other")},
-    )
+    retain, holdout, beyond = (_some(part, plan.part, rng) for part in (split.retain, split.holdout, split.other))
+    split = replace(split, retain=retain, holdout=holdout, other=beyond)
     measured = encode(model, [*split.forget, *split.holdout])
     masks: dict[tuple[str, str, int], Mask | ParameterMask] = {}
     pairs = split.forget.contrast_pairs(model, seed=seed)
@@ -166,7 +160,7 @@ def _some(facts: Facts, n: int, rng: np.random.Generator) -> Facts:
 
 
 def _half_free(mask: Mask) -> bool:
-    """Whether controls that are disjoint from the mask are still random: no layer has more than half of its parts in it."""
+    """Whether controls disjoint from the mask are still random: no layer has more than half of its components in it."""
     layers = mask.components.layers
     return all(mask.selected[layers == layer].float().mean() <= 0.5 for layer in layers.unique())
 
@@ -197,7 +191,7 @@ def execute(model: HookedModel, case: Case, plan: Plan, run: Run, text: DriftTex
 
     mask = _one_mlp(model, run.layer) if run.stage == "scan" else case.masks[run.localizer, run.arm, run.draw]
     steps = plan.scan_steps if run.stage == "scan" else plan.steps
-    every = max(1, steps // 5) if run.stage == "scan" else plan.every
+    checkpoints = range(0, steps + 1, max(1, steps // 5)) if run.stage == "scan" else plan.checkpoints
     update = unlearn(
         model,
         case.split,
@@ -208,7 +202,7 @@ def execute(model: HookedModel, case: Case, plan: Plan, run: Run, text: DriftTex
         seed=run.seed,
         batch_size=plan.batch_size,
         callback=checkpoint,
-        checkpoints=range(0, steps + 1, every),
+        checkpoints=checkpoints,
     )
     result: dict[str, Any] = {"status": update.status}
     if run.stage == "scan":

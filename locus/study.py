@@ -124,9 +124,7 @@ class _Study:
         layers = _layers(self.model.cfg.n_layers, plan.scan_layers)
         tuning = sum(len(grid) * len(self._tuned_on(kind)) for kind, grid in plan.rates)
         compared = len(plan.seeds) * len(self.arms)
-        self.bar.extend(
-            len(self.objectives) * (tuning + compared) + len(plan.seeds) + len(scanned) * (len(layers) + 1)
-        )
+        self.bar.extend(len(self.objectives) * (tuning + compared) + len(plan.seeds) + len(scanned) * (len(layers) + 1))
         self.bar.stage("tuning learning rates")
         rates = {objective: self._tune(objective) for objective in self.objectives}
         results = [result for seed in plan.seeds for result in self._compare(seed, rates)]
@@ -155,7 +153,8 @@ class _Study:
         """The masks that a rate is tuned on: for masked ones, as many located as random."""
         if kind != "masked":
             return [("", kind, 0)]
-        return [(name, arm, 0) for name in named(self.plan.localizers) for arm in ("top", "random")]
+        located = list(named(self.plan.localizers))[: self.plan.tuning_localizers]
+        return [(name, arm, 0) for name in located for arm in ("top", "random")]
 
     def _tune(self, objective: str) -> dict[str, float]:
         """The rate of each type of arm, by mean AUES on the tuning seed."""
@@ -165,13 +164,7 @@ class _Study:
             found: dict[float, float] = {}
             missing, extended = list(grid), 0
             while missing:
-                self._fill(
-                    [
-                        self._tuning_run(objective, arm, rate)
-                        for rate in missing
-                        for arm in self._tuned_on(kind)
-                    ]
-                )
+                self._fill([self._tuning_run(objective, arm, rate) for rate in missing for arm in self._tuned_on(kind)])
                 for rate in missing:
                     found[rate] = self._tuning_area(objective, kind, rate)
                 best = max(sorted(found), key=found.__getitem__)
@@ -211,9 +204,7 @@ class _Study:
         effects = self._kept(name, seed, lambda case: runs.causal_effects(self.model, case, seed))
         frames = []
         for layer in layers:
-            result = self._result(
-                Run("scan", seed, self.objectives[0], "mlp", rate=self.plan.scan_rate, layer=layer)
-            )
+            result = self._result(Run("scan", seed, self.objectives[0], "mlp", rate=self.plan.scan_rate, layer=layer))
             columns = {
                 "layer": layer,
                 "fact": effects["facts"],
@@ -230,9 +221,7 @@ class _Study:
 
         return self._kept(run.file, run.seed, execute, str(run))
 
-    def _kept(
-        self, name: str, seed: int, make: Callable[[Case], dict[str, Any]], label: str = ""
-    ) -> dict[str, Any]:
+    def _kept(self, name: str, seed: int, make: Callable[[Case], dict[str, Any]], label: str = "") -> dict[str, Any]:
         """The result of that name: read if it is there, made and kept if not."""
         result = self.folder.load(name)
         if result is not None:
@@ -246,7 +235,7 @@ class _Study:
     def _fill(self, todo: Sequence[Run]) -> None:
         """Compute missing results of one seed, several at a time, into the run folder.
 
-        Nothing depends on it: what a worker did not finish, for whatever reason, is computed afterwards in this process.
+        Nothing depends on it: what a worker did not finish, for whatever reason, is computed afterwards here.
         """
         if self.jobs == 1:
             return
@@ -256,10 +245,7 @@ class _Study:
         self._case(missing[0].seed), self._drift_text()  # before the processes part, so that they share them
         context = multiprocessing.get_context("fork")
         following = context.Value("i", 0)
-        workers = [
-            context.Process(target=self._work, args=(missing, following, os.getpid()))
-            for _ in range(self.jobs)
-        ]
+        workers = [context.Process(target=self._work, args=(missing, following, os.getpid())) for _ in range(self.jobs)]
         waiting = {self.folder.path / "runs" / run.file: run for run in missing}
         try:
             with warnings.catch_warnings():
@@ -305,9 +291,7 @@ class _Study:
         if seed not in self._cases:
             draws = 1 if seed == self.plan.tuning_seed else self.plan.draws
             # One seed at a time: the masks of a large model are large.
-            self._cases = {
-                seed: runs.prepare(self.model, self.facts, self.other, self.plan, seed, draws=draws)
-            }
+            self._cases = {seed: runs.prepare(self.model, self.facts, self.other, self.plan, seed, draws=draws)}
         return self._cases[seed]
 
 
@@ -350,7 +334,7 @@ def _layers(n: int, wanted: int | None) -> list[int]:
 
 
 def _beyond(grid: Sequence[float], best: float) -> list[float]:
-    """The next rates outside the grid if the best is at its edge, in the ratio of the rates there (3 for a single one)."""
+    """The next rates outside the grid if the best is at its edge, by the ratio of the rates there (3 for a single)."""
     if len(grid) == 1:
         return [best / 3, best * 3]
     if best == grid[0]:
@@ -361,9 +345,7 @@ def _beyond(grid: Sequence[float], best: float) -> list[float]:
 def _table(model: str, facts: str, plan: Plan, results: Sequence[tuple[Run, dict[str, Any]]]) -> pd.DataFrame:
     rows = []
     common = _common_areas(plan, results)
-    names = {
-        f"{side}_{kind}": f"{side}_strength_{kind}" for side in ("forget", "retain") for kind in runs.KINDS
-    }
+    names = {f"{side}_{kind}": f"{side}_strength_{kind}" for side in ("forget", "retain") for kind in runs.KINDS}
     names |= {f"{side}_{plan.strength}": f"{side}_strength" for side in ("forget", "retain")}
     for i, (run, result) in enumerate(results):
         head = (
@@ -379,8 +361,7 @@ def _table(model: str, facts: str, plan: Plan, results: Sequence[tuple[Run, dict
         )
         numbers = [*result["rows"], [-1, "aues_common", common[i]]]
         rows += [
-            (*head, step, names.get(m, m) if step >= 0 else m, value, result["status"])
-            for step, m, value in numbers
+            (*head, step, names.get(m, m) if step >= 0 else m, value, result["status"]) for step, m, value in numbers
         ]
     return pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
 
@@ -391,17 +372,13 @@ def _common_areas(plan: Plan, results: Sequence[tuple[Run, dict[str, Any]]]) -> 
     areas = []
     for run, _ in results:
         peers = [
-            p
-            for p, (r, _) in zip(points, results, strict=True)
-            if (r.seed, r.objective) == (run.seed, run.objective)
+            p for p, (r, _) in zip(points, results, strict=True) if (r.seed, r.objective) == (run.seed, run.objective)
         ]
         low = max(min(retained for retained, _ in p) for p in peers)
         high = min(max(retained for retained, _ in p) for p in peers)
         areas.append((low, high))
     return [
-        aues(p, between=(max(0.0, low), min(1.0, high)))
-        if min(1.0, high) - max(0.0, low) > 0.01
-        else math.nan
+        aues(p, between=(max(0.0, low), min(1.0, high))) if min(1.0, high) - max(0.0, low) > 0.01 else math.nan
         for p, (low, high) in zip(points, areas, strict=True)
     ]
 
@@ -410,9 +387,7 @@ def density(table: pd.DataFrame, *, limit: float = 0.005) -> dict[str, Any]:
     """Whether the checkpoints are dense enough: how far AUES moves when every other one is left out."""
     whole = table[(table.step == -1) & (table.arm != "none")]
     keys = ["localizer", "arm", "objective", "seed", "draw"]
-    wide = whole[whole.metric.isin(["aues", "aues_halved"])].pivot(
-        index=keys, columns="metric", values="value"
-    )
+    wide = whole[whole.metric.isin(["aues", "aues_halved"])].pivot(index=keys, columns="metric", values="value")
     moved = (wide["aues"] - wide["aues_halved"]).abs()
     mean, largest = float(moved.mean()), float(moved.max())
     return {

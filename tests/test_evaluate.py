@@ -1,16 +1,32 @@
 """What evaluate() says is what a loop over single prompts says, and areas are areas."""
 
-import importlib
 import math
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from small import facts, model
 
+from locus.evaluate import (
+    DIRECTION,
+    METRICS,
+    PARTS,
+    NextToken,
+    _wrong_answers,
+    aues,
+    drift,
+    drift_text,
+    evaluate,
+    interval,
+    relative,
+    relearn,
+    score,
+)
 from locus.facts import Fact, Facts, FactSplit, encode
-
-ev = importlib.import_module("locus.evaluate")  # locus.evaluate is the function
+from locus.masks import Mask
+from locus.unlearn import AdamW, GradientDifference, unlearn
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +64,7 @@ def test_every_metric_is_that_of_single_prompts(split):
     assert len(set(wrong)) == 3 and fact.answer not in wrong
     assert set(wrong) <= {f.answer for f in pool if f.relation == fact.relation}
     expected = (
-        np.prod([alone(fact.prompt, answer)[0] for answer in wrong]) ** (1 / 3)
-        / alone(fact.prompt, fact.answer)[0]
+        np.prod([alone(fact.prompt, answer)[0] for answer in wrong]) ** (1 / 3) / alone(fact.prompt, fact.answer)[0]
     )
     assert e.values("holdout", "truth_ratio")[1].item() == pytest.approx(expected, rel=1e-3)
 
@@ -76,9 +91,7 @@ def test_unscored_is_nan_and_never_zero():
 def test_relative_probability_is_to_the_original(split):
     original = evaluate(model(), split)
     again = evaluate(model(), split, reference=original)
-    assert (
-        again.forget_strength("probability") == pytest.approx(0) and again.retain_strength("probability") == 1
-    )
+    assert again.forget_strength("probability") == pytest.approx(0) and again.retain_strength("probability") == 1
     assert math.isnan(original.strength("forget", "probability"))
     other = facts().split(forget=6, seed=1, other_relations=("pet",))
     with pytest.raises(ValueError, match="other facts"):
@@ -163,9 +176,7 @@ def test_drift_is_zero_for_the_model_itself_and_counts_an_edit(tmp_path):
         m.write(name, kept * 0.5)
         for t in (text, own):
             q = m.logits(t.tokens).detach().log_softmax(-1)
-            by_hand = (
-                torch.nn.functional.kl_div(q, t.log_probs, log_target=True, reduction="none").sum(-1).mean(-1)
-            )
+            by_hand = torch.nn.functional.kl_div(q, t.log_probs, log_target=True, reduction="none").sum(-1).mean(-1)
             torch.testing.assert_close(drift(m, t).float(), by_hand, atol=1e-5, rtol=1e-4)
             assert (drift(m, t) > 0).all()
     finally:
@@ -174,3 +185,31 @@ def test_drift_is_zero_for_the_model_itself_and_counts_an_edit(tmp_path):
         drift_text(m, text=file, length=500)
     with pytest.raises(ValueError, match="no text file"):
         drift_text(m, text=tmp_path / "absent.txt")
+
+
+# ------------------------------------------------------------------------------------------------ relearning
+
+
+def test_relearning_trains_on_one_half_and_tests_on_the_other(split):
+    m = model()
+    before = {name: w.detach().clone() for name, w in m.weights.items()}
+    mask = Mask.full(m.components("neuron"))
+    update = unlearn(m, split, mask, GradientDifference(), optimizer=AdamW(lr=3e-2), steps=8, seed=0)
+    rows = relearn(m, update, split, steps=6, every=3, lr=1e-2, seed=1)
+    assert all(torch.equal(w, before[name]) for name, w in m.weights.items())
+    value = rows[rows.metric == "probability"].pivot(index="step", columns="part", values="value")
+    assert list(value.index) == [-1, 0, 3, 6] and set(value.columns) == {"relearned", "tested"}
+    assert (value.loc[-1] > 0.9).all() and (value.loc[0] < 0.5).all()
+    assert value.relearned[6] > value.relearned[0] + 0.3
+    sizes = rows[rows.step == 0].drop_duplicates("part").n
+    assert sizes.sum() == len(split.forget)
+    pd.testing.assert_frame_equal(rows, relearn(m, update, split, steps=6, every=3, lr=1e-2, seed=1))
+    one = replace(split, forget=Facts(split.forget[:1]))
+    with pytest.raises(ValueError, match="two subjects"):
+        relearn(m, None, one)
+
+
+def test_next_token_loss_is_that_of_training():
+    log_probs = torch.tensor([[-1.0, -3.0], [-2.0, -100.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    assert NextToken().forget(log_probs, log_probs, mask).tolist() == [2.0, 2.0]

@@ -1,6 +1,5 @@
 """A study can be stopped anywhere, ends in the same table, and its numbers follow from its trajectories."""
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -17,13 +16,12 @@ import torch
 from small import facts, model
 
 from locus import runs, study
+from locus.evaluate import DIRECTION, aues
 from locus.folder import Folder
 from locus.localize import AttributionPatching
 from locus.progress import Progress
 from locus.runs import Plan, Run
 from locus.study import compare
-
-ev = importlib.import_module("locus.evaluate")  # locus.evaluate is the function
 
 PLAN = Plan(
     localizers=(AttributionPatching(),),
@@ -63,19 +61,12 @@ def test_every_arm_of_every_seed_is_in_the_table(done):
     size = table[table.metric == "n_parameters"].set_index(["seed", "arm", "draw"]).value
     assert size[0, "top", 0] == size[0, "bottom", 0] == size[0, "random", 0] == size[0, "random", 1]
     assert (
-        size[0, "all", 0]
-        == sum(w.numel() for w in model().weights.values())
-        > size[0, "kind", 0]
-        > size[0, "top", 0]
+        size[0, "all", 0] == sum(w.numel() for w in model().weights.values()) > size[0, "kind", 0] > size[0, "top", 0]
     )
     norms = table[table.metric == "update_norm"]
     assert len(norms) == 2 * 6 and (norms.value > 0).all()
     assert (
-        table[table.metric == "forget_strength"]
-        .groupby(["seed", "arm", "localizer", "draw"])
-        .step.nunique()
-        .max()
-        == 5
+        table[table.metric == "forget_strength"].groupby(["seed", "arm", "localizer", "draw"]).step.nunique().max() == 5
     )
     pd.testing.assert_frame_equal(table, pd.read_parquet(out / "table.parquet"))
     assert len(pd.read_csv(out / "table.csv")) == len(table)
@@ -130,9 +121,7 @@ def test_settings_say_everything(done):
     for kind, found in tuned.items():
         areas = found["mean AUES by rate"]
         assert areas[f"{found['best']:.6g}"] == max(areas.values())
-        assert found["chosen"] == min(
-            float(rate) for rate, area in areas.items() if area >= max(areas.values()) - 0.01
-        )
+        assert found["chosen"] == min(float(rate) for rate, area in areas.items() if area >= max(areas.values()) - 0.01)
         assert len(areas) >= len(dict(PLAN.rates)[kind])
     assert record["checkpoints"]["limit"] == 0.005
 
@@ -142,9 +131,7 @@ def test_the_verdict_rule_is_written_before_the_first_run(tmp_path, monkeypatch)
         pass
 
     def execute(*_):
-        assert json.loads((tmp_path / "run" / "settings.json").read_text())["verdict rule"] == study.rule(
-            PLAN
-        )
+        assert json.loads((tmp_path / "run" / "settings.json").read_text())["verdict rule"] == study.rule(PLAN)
         raise Seen
 
     monkeypatch.setattr(runs, "execute", execute)
@@ -204,15 +191,9 @@ def test_killed_at_any_moment(done, tmp_path):
     out = tmp_path / "run"
     code = "import sys, pathlib, test_study; test_study.run(pathlib.Path(sys.argv[1]), jobs=2)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(out)], env=environment, cwd=Path(__file__).parent
-    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(out)], env=environment, cwd=Path(__file__).parent)
     deadline = time.monotonic() + 120
-    while (
-        len(list((out / "runs").glob("*.json"))) < 3
-        and time.monotonic() < deadline
-        and process.poll() is None
-    ):
+    while len(list((out / "runs").glob("*.json"))) < 3 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -234,9 +215,7 @@ def test_a_folder_of_other_settings_is_refused(done, tmp_path):
 
 
 def test_a_run_that_fails_has_a_status_and_the_study_goes_on(tmp_path):
-    plan = replace(
-        PLAN, seeds=(0,), draws=1, extend=0, rates=(("masked", (1e4,)), ("kind", (1e-2,)), ("all", (1e-2,)))
-    )
+    plan = replace(PLAN, seeds=(0,), draws=1, extend=0, rates=(("masked", (1e4,)), ("kind", (1e-2,)), ("all", (1e-2,))))
     table = run(tmp_path / "run", plan)
     status = table[table.metric == "aues"].set_index("arm").status
     assert status["top"] in ("diverged", "collapsed") and status["none"] == "finished"
@@ -256,11 +235,7 @@ def test_the_best_rate_at_an_edge_extends_the_grid(tmp_path):
 
     assert tuned(0.01 / 9, 3)["chosen"] == pytest.approx(0.01 / 9)
     found = tuned(0.03 * 3, 3)
-    assert (
-        found["chosen"] == pytest.approx(0.09)
-        and not found["at the edge"]
-        and len(found["mean AUES by rate"]) == 4
-    )
+    assert found["chosen"] == pytest.approx(0.09) and not found["at the edge"] and len(found["mean AUES by rate"]) == 4
     assert tuned(0.0299, 0)["best"] == 0.03
     assert tuned(10.0, 2)["at the edge"] and tuned(10.0, 2)["chosen"] == pytest.approx(0.27)
 
@@ -270,11 +245,12 @@ def test_plan_refuses_what_cannot_be():
         {"seeds": ()},
         {"seeds": (1, 1)},
         {"seeds": (1000,)},
-        {"steps": 5, "every": 2},
         {"rates": (("masked", (1e-3,)),)},
     ):
         with pytest.raises(ValueError):
             Plan(**wrong)
+    assert Plan(steps=10, dense=3, every=4).checkpoints == [0, 1, 2, 3, 7, 10]
+    assert Plan(steps=2, dense=5).checkpoints == [0, 1, 2]
     assert Run("compare", 3, "NPO", "random", "Activations()", 2, 1e-3).file == (
         "compare-seed3-NPO-Activations__-random-draw2-0.001.json"
     )
@@ -287,9 +263,4 @@ def test_progress_is_plain_lines_when_nobody_watches(capsys):
     bar.extend(-1)
     bar.close()
     lines = capsys.readouterr().err.splitlines()
-    assert (
-        lines[0] == "seed 0"
-        and "1 of 3 runs, top" in lines[1]
-        and "left" in lines[1]
-        and "\r" not in "".join(lines)
-    )
+    assert lines[0] == "seed 0" and "1 of 3 runs, top" in lines[1] and "left" in lines[1] and "\r" not in "".join(lines)

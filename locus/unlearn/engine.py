@@ -101,6 +101,10 @@ def unlearn(
                     torch.nn.utils.clip_grad_norm_([leaf.values for leaf in found], clip)
                 stepper.step()
                 bar.update()
+    # Gradients and the optimizer's state would stand beside the copies that the proof needs.
+    del stepper
+    for leaf in found:
+        leaf.values.grad = None
     values = entries(model, found, parameter_mask)
     n_changed, norm = _change(model, values)
     _prove(model, parameter_mask, values, before)
@@ -240,7 +244,8 @@ def _prompts(
     encoded = encode(model, facts)
     device = model.device
     tokens, attention_mask = encoded.tokens.to(device), encoded.attention_mask.to(device)
-    read, answer, mask = (t.to(device) for t in _reads(encoded.tokens, encoded.answer_mask))
+    positions, targets = encoded.reads()
+    read, answer, mask = (t.to(device) for t in (positions, targets.answer, targets.mask))
     if layer is None or not model.fast:
 
         def logits(rows: Tensor, positions: Tensor) -> Tensor:
@@ -253,17 +258,6 @@ def _prompts(
         chunks = torch.arange(len(facts)).split(CHUNK)
         original = torch.cat([prompts.log_probs(prompts.distribution(rows), rows) for rows in chunks])
     return _Prompts(logits, read, answer, mask, original)
-
-
-def _reads(
-    tokens: Int[Tensor, "fact pos"], answer_mask: Bool[Tensor, "fact pos"]
-) -> tuple[Int[Tensor, "fact read"], Int[Tensor, "fact read"], Bool[Tensor, "fact read"]]:
-    """Where each answer token is predicted (one position before it), the token, and which are there."""
-    n = int(answer_mask.sum(1).max())
-    at = (~answer_mask).to(torch.int8).argsort(dim=1, stable=True)[:, :n]
-    mask = answer_mask.gather(1, at)
-    at = torch.where(mask, at, at[:, :1])  # a position that means something: logits at padding may be NaN
-    return at - 1, tokens.gather(1, at), mask
 
 
 def _schedule(n: int, size: int, n_batches: int, generator: torch.Generator) -> list[Tensor]:
