@@ -73,8 +73,8 @@ def test_localize(small, capsys, tmp_path):
     code, out, _ = run(capsys, "localize", "tiny", "--components", "head", "--top", "3", "--save", str(tmp_path / "s"))
     assert code == 0 and "L" in out and len(out.strip().splitlines()) == 7
     assert (tmp_path / "s").is_file()
-    code, _, err = run(capsys, "localize", "tiny", "--method", "activation-patching", "--components", "neuron")
-    assert code == 2 and "neuron" in err
+    code, _, err = run(capsys, "localize", "tiny", "--method", "activations", "--components", "head")
+    assert code == 2 and "head" in err
 
 
 def test_unlearn(small, capsys, tmp_path):
