@@ -22,8 +22,9 @@ from jaxtyping import Bool, Float, Int
 from scipy import stats
 from torch import Tensor
 
+from locus import hooks
 from locus.facts import Fact, Facts, FactSplit, encode
-from locus.metrics import Batch, answer_correct, answer_log_probs, harmonic_mean
+from locus.metrics import Batch, harmonic_mean, log_probability
 from locus.metrics import exact as whole_answer
 from locus.metrics import extraction_strength as strength_of
 from locus.models import HookedModel
@@ -55,10 +56,7 @@ DIRECTION: dict[str, str] = {
         for side in ("forget", "retain")
         for form in ("", "_extraction", "_probability")
     },
-    **{
-        f"aues{form}": "higher"
-        for form in ("", "_extraction", "_probability", "_trapezoid", "_common", "_halved")
-    },
+    **{f"aues{form}": "higher" for form in ("", "_extraction", "_probability", "_trapezoid", "_common", "_halved")},
     "forget_at_95": "higher",
     "utility": "higher",
     "forget_quality": "higher",
@@ -92,11 +90,13 @@ def score(model: HookedModel, batch: Batch, *, rows: int = 32) -> Answers:
     parts = []
     for start in range(0, len(batch.tokens), rows):
         chunk = batch[start : start + rows]
-        logits = model.logits(chunk.tokens, chunk.attention_mask)
-        correct = answer_correct(logits, chunk)
-        log_probability = answer_log_probs(logits, chunk).double().sum(-1) / chunk.answer_mask.sum(-1)
-        strength = strength_of(correct, chunk.answer_mask).double()
-        parts.append((log_probability, strength, whole_answer(correct, chunk.answer_mask).double()))
+        read, targets = chunk.reads()
+        with hooks.read_only(model, read):  # the vocabulary is large and answers are short
+            logits = model.logits(chunk.tokens, chunk.attention_mask).cpu()
+        correct = (logits.argmax(-1) == targets.answer) & targets.mask
+        strength = strength_of(correct, targets.mask).double()
+        whole = whole_answer(correct, targets.mask).double()
+        parts.append((log_probability(logits, targets).double(), strength, whole))
     return Answers(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
 
 
@@ -139,7 +139,7 @@ class Evaluation:
         return interval(self.values(part, metric), level=level, method=method)
 
     def strength(self, part: str, kind: Strength) -> float:
-        """How much of a part is there, in [0, 1]: mean extraction strength, or mean of min(1, p / p of the original)."""
+        """How much of a part is there, 0 to 1: mean extraction strength, or mean of min(1, p / p of the original)."""
         values = self.values(part, _STRENGTH_METRIC[kind])
         values = values[~values.isnan()].clamp(0, 1)
         return float(values.mean()) if len(values) else math.nan
@@ -189,9 +189,7 @@ class Evaluation:
         for part, metric in self.per_fact:
             low, high = self.interval(part, metric)
             name = f"{part}_{metric}"
-            rows.append(
-                (part, metric, self.n(part, metric), self.mean(part, metric), low, high, DIRECTION[name])
-            )
+            rows.append((part, metric, self.n(part, metric), self.mean(part, metric), low, high, DIRECTION[name]))
         return pd.DataFrame(rows, columns=["part", "metric", "n", "mean", "low", "high", "better"])
 
 
@@ -225,7 +223,7 @@ def evaluate(
     model: evaluated as it is now, so inside `with update.applied(model):` it is the edited one.
     reference: the original model's Evaluation on the same split, for relative_probability = p / p of the original.
     wrong: how many wrong answers the truth ratio compares with: answers of other subjects to the same relation,
-        the fact's own if it has some, else chosen by `seed`. truth_ratio = geometric mean of p(wrong answer) / p(answer), both
+        the fact's own if it has some, else chosen by `seed`. truth_ratio = geometric mean of p(wrong) / p(answer), both
         length-normalized (TOFU, Maini et al. 2024, with the answer itself in the place of its paraphrase).
     """
     unknown = set(metrics) - set(METRICS)
@@ -233,9 +231,7 @@ def evaluate(
         raise ValueError(f"Unknown metrics {sorted(unknown)}. The metrics are: {', '.join(METRICS)}.")
     parts: dict[str, tuple[Fact, ...]] = {part: tuple(getattr(split, part)) for part in PARTS}
     if reference is not None and reference.facts != parts:
-        raise ValueError(
-            "The reference was measured on other facts. Measure it on this split: evaluate(model, split)."
-        )
+        raise ValueError("The reference was measured on other facts. Measure it on this split: evaluate(model, split).")
     pool = [fact for facts in parts.values() for fact in facts]
     per_fact: dict[tuple[str, str], Float[Tensor, " fact"]] = {}
     for part, facts in parts.items():
@@ -246,9 +242,7 @@ def evaluate(
                 if reference is None
                 else relative(columns["probability"], reference.values(part, "probability"))
             )
-        keep = [
-            m for m in METRICS if m in metrics or (m == "probability" and "relative_probability" in metrics)
-        ]
+        keep = [m for m in METRICS if m in metrics or (m == "probability" and "relative_probability" in metrics)]
         per_fact |= {(part, metric): columns[metric] for metric in keep}
     return Evaluation(model.name, parts, per_fact)
 
@@ -316,11 +310,7 @@ def _grouped(
         return [torch.full((len(facts),), math.nan, dtype=torch.float64) for _ in fields]
     texts = [text for group in groups for text in group]
     repeated = [facts[i] for i in owner.tolist()]
-    batch = (
-        encode(model, repeated, prompts=texts)
-        if prompts is not None
-        else encode(model, repeated, answers=texts)
-    )
+    batch = encode(model, repeated, prompts=texts) if prompts is not None else encode(model, repeated, answers=texts)
     scored = score(model, batch, rows=rows)
     count = torch.bincount(owner, minlength=len(facts)).double()
     out = []
@@ -342,7 +332,7 @@ def aues(
 ) -> float:
     """Area under the envelope of a run's checkpoints. Higher is better.
 
-    envelope: ∫ max{FS : RS >= r} dr, exactly: what the run can forget while it keeps at least r (0 where it keeps less).
+    envelope: ∫ max{FS : RS >= r} dr, what the run can forget while it keeps at least r (0 where it keeps less).
     trapezoid: the same corners joined by straight lines instead of steps (what finer checkpoints might have reached).
 
     points: (retain strength, forget strength) of each checkpoint, in any order, clipped to [0, 1].
@@ -394,15 +384,11 @@ def drift_text(
     else:
         path = Path(text)
         if not path.is_file():
-            raise ValueError(
-                f"There is no text file {path}. Give the path of a UTF-8 text file, or leave it out."
-            )
+            raise ValueError(f"There is no text file {path}. Give the path of a UTF-8 text file, or leave it out.")
         ids = model.tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
         windows = len(ids) // length
         if not windows:
-            raise ValueError(
-                f"{path} has {len(ids)} tokens; at least {length} are needed (or a smaller length=)."
-            )
+            raise ValueError(f"{path} has {len(ids)} tokens; at least {length} are needed (or a smaller length=).")
         windows = min(n, windows)
         tokens = torch.tensor(ids[: windows * length], device=model.device).view(windows, length)
     return DriftText(tokens, model.logits(tokens).float().log_softmax(-1))
@@ -412,9 +398,7 @@ def _sample(model: HookedModel, n: int, length: int, seed: int) -> Int[Tensor, "
     start = model.tokenizer.bos_token_id
     start = model.tokenizer.eos_token_id if start is None else start
     if start is None:
-        raise ValueError(
-            "The tokenizer has no start and no end token to sample from. Give a text file: text=PATH."
-        )
+        raise ValueError("The tokenizer has no start and no end token to sample from. Give a text file: text=PATH.")
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.full((n, 1), start, device=model.device)
     while tokens.shape[1] < length:
@@ -440,7 +424,7 @@ def drift(model: HookedModel, text: DriftText) -> Float[Tensor, " text"]:
 
 @dataclass(frozen=True)
 class NextToken:
-    """The ordinary loss of training, -mean_t log p_t of the answer; as an objective of the engine, with no retain term."""
+    """The ordinary loss of training, -mean_t log p_t of the answer; as an objective, with no retain term."""
 
     forget_weight: float = 1.0
     retain_weight: float = 0.0
@@ -480,9 +464,7 @@ def relearn(
 
     subjects = sorted({fact.subject for fact in split.forget})
     if len(subjects) < 2:
-        raise ValueError(
-            f"Relearning needs forget facts of two subjects or more, to train on some; got {subjects}."
-        )
+        raise ValueError(f"Relearning needs forget facts of two subjects or more, to train on some; got {subjects}.")
     half = set(random.Random(f"relearn {seed}").sample(subjects, len(subjects) // 2))
     trained, tested = (
         Facts([fact for fact in split.forget if (fact.subject in half) == chosen], name=split.forget.name)
@@ -499,9 +481,7 @@ def relearn(
                 "extraction_strength": answers.extraction_strength,
             }
             for metric, values in columns.items():
-                rows.append(
-                    (step, part, metric, len(values), float(values.mean()), *interval(values), lr, seed)
-                )
+                rows.append((step, part, metric, len(values), float(values.mean()), *interval(values), lr, seed))
 
     measure(-1)
     with update.applied(model) if update is not None else nullcontext():

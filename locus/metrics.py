@@ -35,6 +35,15 @@ class Batch:
     def __getitem__(self, rows: slice) -> "Batch":
         return Batch(self.tokens[rows], self.attention_mask[rows], self.answer_mask[rows])
 
+    def reads(self) -> tuple[Int[Tensor, "fact read"], Targets]:
+        """Positions whose logits predict the answer's tokens (one before each), and those tokens."""
+        n = int(self.answer_mask.sum(1).max())
+        at = (~self.answer_mask).to(torch.int8).argsort(dim=1, stable=True)[:, :n]
+        mask = self.answer_mask.gather(1, at)
+        at = torch.where(mask, at, at[:, :1])  # a position that means something: logits at padding may be NaN
+        answer = self.tokens.gather(1, at)
+        return at - 1, Targets(answer, answer, mask)
+
 
 def logit_difference(logits: Float[Tensor, "row read d_vocab"], targets: Targets) -> Float[Tensor, " row"]:
     """Mean over the read positions of logit(answer) − logit(distractor).

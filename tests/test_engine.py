@@ -12,7 +12,7 @@ from locus.masks import Mask, ParameterMask
 from locus.models import wrap
 from locus.unlearn import NPO, SGD, WGA, AdamW, GradientDifference, guard, unlearn
 from locus.unlearn.compact import leaves, lowest_layer
-from locus.unlearn.engine import _reads, _schedule
+from locus.unlearn.engine import _schedule
 from locus.unlearn.objectives import kl
 
 torch.set_num_threads(2)
@@ -74,7 +74,8 @@ def by_hand(model, split, mask, objective, optimizer, steps, clip=None):
     """Dense masking: full gradients, masked; a step on everything; what is outside is set back."""
     batch = encode(model, [*split.forget, *split.retain])
     n = len(split.forget)
-    read, answer, present = _reads(batch.tokens, batch.answer_mask)
+    read, targets = batch.reads()
+    answer, present = targets.answer, targets.mask
     old = {i: live.tensor.detach().clone() for i, live in enumerate(model.live)}
     masks = {
         i: live.take(mask.get(live.name, torch.zeros(model.weights[live.name].shape, dtype=torch.bool)))
@@ -247,7 +248,8 @@ def test_a_fact_beside_longer_ones_has_the_loss_it_has_alone(split):
 def test_every_answer_token_is_read_where_it_is_predicted(padding, split):
     model = hooked("llama")
     batch = encode(model, list(split.forget), padding=padding)
-    read, answer, present = _reads(batch.tokens, batch.answer_mask)
+    read, targets = batch.reads()
+    answer, present = targets.answer, targets.mask
     for i, fact in enumerate(split.forget):
         expected = tokenizer()(fact.answer, add_special_tokens=False)["input_ids"]
         assert answer[i][present[i]].tolist() == expected
