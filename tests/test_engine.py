@@ -15,7 +15,6 @@ from locus.unlearn.compact import leaves, lowest_layer
 from locus.unlearn.engine import _schedule
 from locus.unlearn.objectives import kl
 
-torch.set_num_threads(2)
 
 
 def hooked(architecture, dtype=torch.float64):

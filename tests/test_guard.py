@@ -10,7 +10,6 @@ from locus.masks import Mask, ParameterMask
 from locus.models import wrap
 from locus.unlearn.guard import guard
 
-torch.set_num_threads(2)
 
 
 def snapshot(model):

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import transformer_lens.patching as tl
+from helpers import ARCHITECTURES
 
 from locus import hooks, patching
 
@@ -35,10 +36,16 @@ def every_position(logits):
     return logits.log_softmax(-1)[:, :, 7].sum()
 
 
-@pytest.mark.parametrize("sweep", SWEEPS)
+# All sweeps on one architecture with grouped and one with fused queries; on the others one of each kind of hook.
+CASES = [
+    (name, sweep)
+    for name in ARCHITECTURES
+    for sweep in (SWEEPS if name in ("llama", "gpt2") else ("resid_pre", "mlp_out", "attn_head_v_all_pos"))
+]
+
+
+@pytest.mark.parametrize(("any_model", "sweep"), CASES, indirect=["any_model"])
 def test_equals_transformer_lens(any_model, sweep):
-    if any_model.name == "gpt_neox" and sweep == "resid_mid":
-        pytest.skip("a parallel block has no residual stream between attention and MLP")
     clean, corrupted = pair()
     with torch.no_grad():
         _, cache = any_model.bridge.run_with_cache(clean)
