@@ -234,8 +234,8 @@ def _slices(model: Any, layer: int, kind: str, indices: list[int]) -> dict[str, 
         d_head = model.cfg.d_head
         units = (chosen[:, None] * d_head + torch.arange(d_head)).flatten()
         shared = n_kv(model) != model.cfg.n_heads
-        inputs = {"kv": ["k", "v"], "head": ["q"] if shared else ["q", "k", "v"]}[kind]
-        inputs = [getattr(block.attn, name) for name in inputs]
+        names = {"kv": ["k", "v"], "head": ["q"] if shared else ["q", "k", "v"]}[kind]
+        inputs = [getattr(block.attn, name) for name in names]
         output = block.attn.o if kind == "head" else None
     else:
         units = chosen

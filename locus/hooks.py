@@ -66,7 +66,8 @@ def linear_edit(module: nn.Module, edit: Callable[[Tensor, Tensor], Tensor]) -> 
 @contextmanager
 def read_only(model: Any, read: Int[Tensor, "batch read"]) -> Iterator[None]:
     """Within the block, the model's logits are those at the positions `read` of each row, and no others."""
-    handle = model.bridge.ln_final.register_forward_pre_hook(lambda _, args: (gather(args[0], read), *args[1:]))
+    # After the final norm, not before: GPT-2 gives its output the shape of its input there.
+    handle = model.bridge.unembed.register_forward_pre_hook(lambda _, args: (gather(args[0], read), *args[1:]))
     try:
         yield
     finally:

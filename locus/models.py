@@ -226,7 +226,8 @@ def load(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     source, label = _source(str(name), worlds)
     try:
-        hf_model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        hf_model, info = loaded
     except Exception as error:  # transformers, safetensors, json and the hub each raise their own
         raise ValueError(_reason(str(name), source, error)) from error
     if info["missing_keys"] or info["mismatched_keys"]:
@@ -250,7 +251,7 @@ def load(
     return model
 
 
-def wrap(hf_model: nn.Module, tokenizer: Any, name: str = "local") -> HookedModel:
+def wrap(hf_model: Any, tokenizer: Any, name: str = "local") -> HookedModel:
     """Wrap a Hugging Face causal language model in memory; it must not be used on its own afterwards.
 
     Raises:
@@ -272,9 +273,10 @@ def wrap(hf_model: nn.Module, tokenizer: Any, name: str = "local") -> HookedMode
     tokens = _probe_tokens(config)
     with torch.no_grad():
         plain = hf_model(tokens.to(next(iter(weights.values())).device), use_cache=False).logits
-    buffer = _ensure_reloadable(tokenizer)
     try:
-        bridge = TransformerBridge.boot_transformers("local", hf_model=hf_model, tokenizer=buffer, dtype=dtype)
+        bridge = TransformerBridge.boot_transformers(
+            "local", hf_model=hf_model, tokenizer=_reloadable(tokenizer), dtype=dtype
+        )
     except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
         raise ValueError(
             f"{name} has the architecture {config.architectures[0]}, which TransformerLens cannot wrap: "
@@ -361,13 +363,13 @@ def _adds_bos(tokenizer: Any) -> bool:
     return bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
 
 
-def _ensure_reloadable(tokenizer: Any) -> Any:
+def _reloadable(tokenizer: Any) -> Any:
     """A copy of the tokenizer that TransformerLens may change (it re-reads it from where it was saved)."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
-        copy = AutoTokenizer.from_pretrained(directory)
+        copy: Any = AutoTokenizer.from_pretrained(directory)
         copy.add_bos_token = True
         return copy
 
@@ -376,7 +378,7 @@ def _fingerprint(weights: dict[str, nn.Parameter]) -> str:
     digest = hashlib.sha256()
     for name, p in weights.items():
         digest.update(json.dumps([name, list(p.shape), str(p.dtype)]).encode())
-        digest.update(p.detach().contiguous().view(torch.uint8).cpu().numpy())
+        digest.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:12]
 
 

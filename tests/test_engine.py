@@ -16,7 +16,6 @@ from locus.unlearn.engine import _schedule
 from locus.unlearn.objectives import kl
 
 
-
 def hooked(architecture, dtype=torch.float64):
     return wrap(ARCHITECTURES[architecture]().to(dtype), tokenizer(), architecture)
 

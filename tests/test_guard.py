@@ -11,7 +11,6 @@ from locus.models import wrap
 from locus.unlearn.guard import guard
 
 
-
 def snapshot(model):
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 

@@ -91,12 +91,12 @@ def test_attribution_is_the_slope_of_patching(any_model):
         here = activations(any_model, pairs.corrupted, pairs.attention_mask, components)
         for i, component in enumerate(components):
             at = []
-            # Softmax is taken in float32, so the step must not be too small.
-            for eps in (1e-2, -1e-2):
+            # Softmax is taken in float32, so the step must not be too small; nor so large that a router switches.
+            for eps in (1e-3, -1e-3):
                 moved = {n: here[n] + eps * (source[n] - here[n]) for n in hook_names(component)}
                 at.append(replaced(any_model, pairs.corrupted, pairs, component, moved))
-            slope = (at[0] - at[1]) / 2e-2
-            assert torch.allclose(values[:, i], slope, rtol=2e-2, atol=2e-4), component
+            slope = (at[0] - at[1]) / 2e-3
+            assert torch.allclose(values[:, i], slope, rtol=2e-2, atol=1e-3), component
 
 
 def test_attribution_equals_captum(llama):

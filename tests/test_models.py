@@ -98,6 +98,15 @@ def test_prefix_continues_with_the_same_logits_and_gradients(any_model, tokens):
         assert (gradient - expected).abs().max() < 1e-5
 
 
+def test_reading_few_positions_gives_their_logits(any_model, tokens):
+    read = torch.tensor([[6, 2], [1, 1], [0, 5]])
+    with torch.no_grad():
+        whole = any_model.logits(tokens).gather(1, read[:, :, None].expand(-1, -1, 97))
+        with hooks.read_only(any_model, read):
+            few = any_model.logits(tokens)
+    assert (few - whole).abs().max() < 1e-12
+
+
 def test_hooks_never_stay(llama, tokens):
     before = hooks.count(llama)
 

@@ -59,15 +59,16 @@ class AttributionPatching:
             product = sign * (other[name] - here[name]) * gradients[name]
             # Activations at padding mean nothing, and may be NaN.
             keep = mask.reshape(*mask.shape, *[1] * (product.ndim - 2))
-            products[name] = product.masked_fill(~keep, 0).sum(1)
+            product = product.masked_fill(~keep, 0).sum(1)
+            if product.ndim == 3:  # heads: over d_head
+                product = product.sum(-1)
+            elif not name.endswith("hook_post"):  # a block: over d_model
+                product = product.sum(-1, keepdim=True)
+            products[name] = product
         columns = []
         for component in components:
-            of = [products[name] for name in hook_names(component)]
-            if component.index is None or component.kind in ("head", "kv"):
-                of = [p if component.index is None else p[:, component.index] for p in of]
-                columns.append(sum(p.sum(-1) for p in of))
-            else:
-                columns.append(of[0][:, component.index])
+            parts = [products[name][:, component.index or 0] for name in hook_names(component)]
+            columns.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
         return torch.stack(columns, dim=1)
 
 
