@@ -23,16 +23,9 @@ def zeroed(act, component):
 
 def hook_knockout(model, component, tokens):
     name = site(component)
-    if component.kind == "expert":
-        indices = f"blocks.{component.layer}.mlp.hook_expert_indices"
-        with torch.no_grad(), hooks.capture(model, [indices]) as found:
-            model.logits(tokens)
-        chosen = found[indices] == component.index
-        edit = [(name, lambda act: act.masked_fill(chosen.reshape(act.shape), 0))]
-    else:
-        edit = [(name, lambda act: zeroed(act, component))]
-        if component.kind == "kv":
-            edit.append((f"blocks.{component.layer}.attn.hook_k", lambda act: zeroed(act, component)))
+    edit = [(name, lambda act: zeroed(act, component))]
+    if component.kind == "kv":
+        edit.append((f"blocks.{component.layer}.attn.hook_k", lambda act: zeroed(act, component)))
     with torch.no_grad(), hooks.edits(model, edit):
         return model.logits(tokens)
 
