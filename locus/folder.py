@@ -6,7 +6,10 @@ Each result is one JSON file with the hash of the settings and a checksum, writt
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,3 +102,21 @@ def enter(out: Path, settings: dict[str, Any], record: dict[str, Any], say: Call
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "…"
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `target` when the block ends well, and vanishes when it does not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield new
+        new.chmod(0o755)
+        try:
+            os.replace(new, target)
+        except OSError:
+            # Another process finished the same directory first; a broken one without config.json is an error.
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)

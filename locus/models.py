@@ -9,7 +9,6 @@ Left out: quantized models (their entries cannot be edited one by one) and encod
 import hashlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from locus import hooks
 from locus.components import Components, components
+from locus.folder import new_directory
 
 # Largest relative difference of logits that still counts as the same function, by dtype: float32 rounding
 # through 30 layers is 1e-5, a wrong weight or position 1e-1.
@@ -180,7 +180,7 @@ class HookedModel:
         generation = getattr(self.bridge.original_model, "generation_config", None)
         if generation is not None:
             plain.generation_config = generation
-        with staged(directory) as temporary:
+        with new_directory(directory) as temporary:
             plain.save_pretrained(temporary)
             self.tokenizer.save_pretrained(temporary)
         return directory
@@ -298,20 +298,6 @@ def wrap(hf_model: Any, tokenizer: Any, name: str = "local") -> HookedModel:
         continued = hooks.trace(model, tokens).logits()
     model.fast = bool(((continued - wrapped).abs().max() <= 1e-3 * max(1.0, float(wrapped.abs().max()))).item())
     return model
-
-
-@contextmanager
-def staged(directory: Path) -> Iterator[Path]:
-    """A temporary directory beside `directory` that takes its place when the block ends without an error."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        yield temporary
-        if directory.is_dir():
-            shutil.rmtree(directory)
-        os.replace(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _source(name: str, worlds: Any) -> tuple[str, str]:

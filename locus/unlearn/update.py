@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from locus.folder import new_directory
 from locus.masks import ParameterMask
-from locus.models import staged
 from locus.unlearn import objectives, optimizers
 
 Status = Literal["finished", "diverged", "collapsed", "nothing moved"]
@@ -110,7 +110,7 @@ class Update:
         tensors = {}
         for name, entries in self.values.items():
             tensors[f"index:{name}"], tensors[f"value:{name}"] = entries.index, entries.value
-        with staged(directory) as temporary:
+        with new_directory(directory) as temporary:
             save_file(tensors, temporary / "values.safetensors")
             (temporary / "update.json").write_text(json.dumps(record, indent=1) + "\n")
         return directory
