@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from locus import hooks
-from locus.unlearn.update import Entries, stored
+from locus.unlearn.update import Entries, pick, stored
 
 Structure = Literal["whole", "slices", "entries"]
 
@@ -205,8 +205,11 @@ def entries(model: Any, found: Sequence[Leaf], mask: Mapping[str, Bool[Tensor, "
         for leaf in found:
             if leaf.live.name == name:
                 leaf.live.put(tensor, leaf.dense())
-        index = mask[name].reshape(-1).nonzero().flatten()
-        value = tensor.view(-1)[index.to(tensor.device)]
-        small = tensor.numel() < 2**31
-        made[name] = Entries(index.to(torch.int32) if small else index, value)
+        dtype = torch.int32 if tensor.numel() < 2**31 else torch.int64
+        selected = mask[name].reshape(-1)
+        if selected.all():
+            index = torch.arange(len(selected), dtype=dtype)
+        else:
+            index = selected.nonzero().flatten().to(dtype)
+        made[name] = Entries(index, pick(tensor, index))
     return made

@@ -25,7 +25,7 @@ from locus.masks import Mask, ParameterMask
 from locus.unlearn.compact import Leaf, edited, entries, leaves, lowest_layer
 from locus.unlearn.objectives import Objective, kl, nll
 from locus.unlearn.optimizers import AdamW, Optimizer
-from locus.unlearn.update import Entries, Status, Update, bits, checksum, stored, written
+from locus.unlearn.update import Entries, Status, Update, bits, checksum, pick, stored, written
 
 CHUNK = 64  # prompts a forward pass where the original model is measured
 
@@ -293,7 +293,7 @@ def _change(model: Any, values: dict[str, Entries]) -> tuple[int, float]:
     """How many entries differ in their bits from the model's, and the L2 norm of the difference."""
     n, square = 0, 0.0
     for name, (index, value) in values.items():
-        old = stored(model, name).view(-1)[index.to(value.device).long()]
+        old = pick(stored(model, name), index)
         n += int((bits(old) != bits(value)).sum())
         square += float((value.double() - old.double()).square().sum())
     return n, square**0.5
@@ -301,17 +301,14 @@ def _change(model: Any, values: dict[str, Entries]) -> tuple[int, float]:
 
 def _prove(model: Any, mask: ParameterMask, values: dict[str, Entries], before: str) -> None:
     """Write the edit, compare everything outside the mask, take it back, and compare everything."""
-    inside = {
-        name: bits(stored(model, name).view(-1)[e.index.to(model.device).long()])
-        for name, e in values.items()
-    }
+    inside = {name: bits(pick(stored(model, name), entries.index)) for name, entries in values.items()}
     with written(model, values):
         after = _outside(model, mask)
         for name, (index, value) in values.items():
-            assert torch.equal(bits(stored(model, name).view(-1)[index.to(model.device).long()]), bits(value))
+            assert torch.equal(bits(pick(stored(model, name), index)), bits(value))
     back = _outside(model, mask)
     for name, (index, _) in values.items():
-        assert torch.equal(bits(stored(model, name).view(-1)[index.to(model.device).long()]), inside[name])
+        assert torch.equal(bits(pick(stored(model, name), index)), inside[name])
     if not before == after == back:
         raise RuntimeError(f"something outside the mask changed: {before[:12]}, {after[:12]}, {back[:12]}")
 

@@ -152,21 +152,31 @@ def written(model: Any, values: Mapping[str, Entries]) -> Iterator[None]:
     originals: dict[str, Entries] = {}
     try:
         for name, entries in values.items():
-            tensor = stored(model, name)
-            index = entries.index.to(tensor.device).long()
             # Kept before anything is written, so that an interruption in between can be undone.
-            originals[name] = Entries(entries.index, tensor.view(-1)[index])
-            _write(model, name, tensor, index, entries.value)
+            originals[name] = Entries(entries.index, pick(stored(model, name), entries.index))
+            _write(model, name, entries)
         yield
     finally:
         for name, entries in originals.items():
-            tensor = stored(model, name)
-            _write(model, name, tensor, entries.index.to(tensor.device).long(), entries.value)
+            _write(model, name, entries)
 
 
-def _write(model: Any, name: str, tensor: Tensor, index: Tensor, value: Tensor) -> None:
-    tensor.view(-1)[index] = value.to(tensor.device)
-    model.write(name, tensor)
+def _write(model: Any, name: str, entries: Entries) -> None:
+    weight = model.weights[name]
+    value = entries.value.to(weight.device)
+    if len(value) == weight.numel():
+        model.write(name, value.view(weight.shape))
+    else:
+        tensor = stored(model, name)
+        tensor.view(-1)[entries.index.to(weight.device).long()] = value
+        model.write(name, tensor)
+
+
+def pick(tensor: Tensor, index: Int[Tensor, " entry"]) -> Tensor:
+    """Some entries of a contiguous tensor; all of them as a view, since an index as large as a model is slow."""
+    if len(index) == tensor.numel():
+        return tensor.view(-1)
+    return tensor.view(-1)[index.to(tensor.device).long()]
 
 
 @torch.no_grad()
