@@ -297,7 +297,7 @@ def _plan(model: str, full: bool) -> "Plan":
         steps=20,
         dense=6,
         every=4,
-        rates=(("masked", (5e-5, 1e-4, 2e-4)), ("kind", (4e-5, 8e-5)), ("all", (2.5e-6, 5e-6))),
+        rates=(("masked", (5e-5, 1e-4, 2e-4)), ("kind", (5e-6, 1e-5)), ("all", (2.5e-6, 5e-6))),
         tuning_localizers=1,
         scan_layers=10,
         scan_steps=15,
