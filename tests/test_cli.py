@@ -1,8 +1,8 @@
 """The command line: exit codes, one clear line for a mistake, and the commands really run."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from small import facts, model
@@ -24,11 +24,13 @@ def small(monkeypatch):
 
 
 def test_help_is_quick_and_shows_an_example_of_each():
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(
         [sys.executable, "-c", "import locus.cli; locus.cli.main(['--help'])"], capture_output=True, text=True
     )
-    assert done.returncode == 0 and done.stderr == "" and time.monotonic() - start < 15
+    assert done.returncode == 0 and done.stderr == ""
+    # Processor time: the clock on the wall measures who else is at work.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 10
     for command in ("compare", "localize", "unlearn", "sites", "report", "fetch"):
         assert command in done.stdout
     assert done.stdout.count("Example:") == 6
