@@ -4,6 +4,9 @@ Same names, arguments, options and result shapes as TransformerLens 4.3, so that
 import; also takes a `HookedModel`, padded batches, and `progress=False`. Direction: clean activations are put into
 the run on the corrupted tokens (denoising); swap the two for noising.
 
+One difference: `resid_mid` always patches the residual stream itself. TransformerLens does so under `torch.no_grad()`
+only; with autograd on it patches a copy that just the MLP reads.
+
 How it is fast: rows patched at layer l begin at layer l (`hooks.Trace.grow`), all cells share one pass up to
 `max_tokens` tokens, and only the positions that the metric reads are unembedded. `max_tokens` is a setting, not a
 function of free memory, so that results do not depend on the machine (the composition of a batch moves float32

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locus.components import Components
+from locus.components import Components, site
 from locus.localize.interventions import ALL_KINDS, activations
 
 
@@ -52,8 +52,6 @@ class Activations:
             if not block:
                 layer = int(name.split(".")[1])
                 strength[name] = strength[name] * model.bridge.blocks[layer].mlp.W_out.norm(dim=-1)
-        from locus.components import site
-
         columns = [strength[site(c)][:, c.index or 0] for c in components]
         return torch.stack(columns, dim=1)
 
