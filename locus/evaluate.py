@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from scipy import stats
 from torch import Tensor
 
@@ -422,23 +422,6 @@ def drift(model: HookedModel, text: DriftText) -> Float[Tensor, " text"]:
 # ------------------------------------------------------------------------------------------------ relearning
 
 
-@dataclass(frozen=True)
-class NextToken:
-    """The ordinary loss of training, -mean_t log p_t of the answer; as an objective, with no retain term."""
-
-    forget_weight: float = 1.0
-    retain_weight: float = 0.0
-    retain: Literal["nll", "kl"] = "nll"
-
-    def forget(
-        self,
-        log_probs: Float[Tensor, "fact read"],
-        reference: Float[Tensor, "fact read"],
-        mask: Bool[Tensor, "fact read"],
-    ) -> Float[Tensor, " fact"]:
-        return -log_probs.masked_fill(~mask, 0).sum(-1) / mask.sum(-1)
-
-
 def relearn(
     model: HookedModel,
     update: "Update | None",
@@ -460,7 +443,7 @@ def relearn(
         subject), metric ("probability", "extraction_strength"), n, value, low, high (95%), lr, seed.
     """
     from locus.masks import ParameterMask
-    from locus.unlearn import AdamW, unlearn
+    from locus.unlearn import AdamW, NextToken, unlearn
 
     subjects = sorted({fact.subject for fact in split.forget})
     if len(subjects) < 2:

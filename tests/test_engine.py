@@ -10,7 +10,7 @@ from locus import hooks
 from locus.facts import Fact, Facts, FactSplit, encode
 from locus.masks import Mask, ParameterMask
 from locus.models import wrap
-from locus.unlearn import NPO, SGD, WGA, AdamW, GradientDifference, guard, unlearn
+from locus.unlearn import NPO, SGD, WGA, AdamW, GradientDifference, NextToken, guard, unlearn
 from locus.unlearn.compact import leaves, lowest_layer
 from locus.unlearn.engine import _schedule
 from locus.unlearn.objectives import kl
@@ -124,10 +124,7 @@ def compare(model, split, mask, objective=None, optimizer=ADAMW, steps=3, clip=0
     update = unlearn(model, split, mask, objective, optimizer=optimizer, steps=steps, clip=clip)
     assert all(torch.equal(old, live.tensor) for old, live in zip(before, model.live, strict=True))
     with update.applied(model):
-        gaps = [
-            float((e - live.tensor.detach()).abs().max())
-            for e, live in zip(expected, model.live, strict=True)
-        ]
+        gaps = [float((e - live.tensor.detach()).abs().max()) for e, live in zip(expected, model.live, strict=True)]
     assert max(gaps) < tolerance
     assert max(float((e - b).abs().max()) for e, b in zip(expected, before, strict=True)) > 1e-4
     assert [row["loss"] for row in update.history[:-1]] == pytest.approx(losses, abs=1e-9)
@@ -169,6 +166,8 @@ def test_a_full_mask_is_a_plain_training_step(architecture, optimizer, split):
         NPO(retain="kl", retain_weight=2.0),
         WGA(forget_weight=0.5),
         GradientDifference(retain="kl"),
+        NextToken(),
+        NextToken(retain_weight=0.5),
     ],
 )
 def test_every_objective_equals_dense(objective, split):
@@ -187,9 +186,7 @@ def test_every_objective_equals_dense(objective, split):
 def test_accumulation_is_the_mean_of_its_batches(split):
     model = hooked("llama")
     mask = draw(model, "rows")
-    whole = unlearn(
-        model, split, mask, GradientDifference(), optimizer=SGD(lr=0.1), steps=1, batch_size=4, seed=3
-    )
+    whole = unlearn(model, split, mask, GradientDifference(), optimizer=SGD(lr=0.1), steps=1, batch_size=4, seed=3)
     halves = unlearn(
         model,
         split,
@@ -209,11 +206,7 @@ def test_accumulation_is_the_mean_of_its_batches(split):
 def test_batches_cover_the_facts_before_any_comes_again():
     batches = _schedule(10, 4, 5, torch.Generator().manual_seed(0))
     assert [len(b) for b in batches] == [4] * 5
-    assert (
-        sorted(torch.cat(batches)[:10].tolist())
-        == list(range(10))
-        == sorted(torch.cat(batches)[10:].tolist())
-    )
+    assert sorted(torch.cat(batches)[:10].tolist()) == list(range(10)) == sorted(torch.cat(batches)[10:].tolist())
     assert [b.tolist() for b in _schedule(3, 4, 2, torch.Generator())] == [[0, 1, 2]] * 2
 
 
@@ -222,8 +215,7 @@ def test_equal_seeds_give_equal_bits_and_others_do_not(split):
     mask = Mask.random(model.components("neuron"), budget=0.3)
     runs = [unlearn(model, split, mask, NPO(), steps=4, batch_size=2, seed=seed) for seed in (0, 0, 1)]
     same, other = [
-        all(torch.equal(runs[0].values[n].value, run.values[n].value) for n in runs[0].values)
-        for run in runs[1:]
+        all(torch.equal(runs[0].values[n].value, run.values[n].value) for n in runs[0].values) for run in runs[1:]
     ]
     assert same and not other
     assert repr(runs[0].history) == repr(runs[1].history) != repr(runs[2].history)
@@ -237,9 +229,7 @@ def test_a_fact_beside_longer_ones_has_the_loss_it_has_alone(split):
         alone = FactSplit(Facts(forget), Facts([]), Facts([]), Facts([]), 0)
         return unlearn(model, alone, mask, ascent, steps=1).history[0]["forget"]
 
-    assert first_loss(split.forget) == pytest.approx(
-        sum(first_loss([f]) for f in split.forget) / 5, abs=1e-12
-    )
+    assert first_loss(split.forget) == pytest.approx(sum(first_loss([f]) for f in split.forget) / 5, abs=1e-12)
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -273,6 +263,30 @@ def test_checkpoints_see_the_edit_as_it_would_be_stored(split):
         assert torch.equal(model.weights[name], seen[4])
     assert torch.equal(model.weights[name], original)
     assert [row["step"] for row in update.history] == [0, 1, 2, 3, 4]
+
+
+def test_a_callback_can_end_the_run(split):
+    model = hooked("llama", torch.float32)
+    mask = Mask.random(model.components("neuron"), budget=0.3)
+    seen, settings = [], dict(optimizer=AdamW(lr=1e-2), seed=3, batch_size=2)
+
+    def enough(step):
+        seen.append(step)
+        return step >= 4
+
+    stopped = unlearn(model, split, mask, NextToken(), steps=9, checkpoints=(2, 4, 6), callback=enough, **settings)
+    assert seen == [2, 4] and stopped.status == "finished" and stopped.history[-1]["step"] == 4
+    # Another number of steps would draw other batches; the same number, and a stop by hand, gives the same bits.
+    whole, at_4 = [], {}
+
+    def keep(step):
+        whole.append(step)
+        at_4.update({n: w.detach().clone() for n, w in model.weights.items()} if step == 4 else {})
+
+    unlearn(model, split, mask, NextToken(), steps=9, checkpoints=(2, 4, 6), callback=keep, **settings)
+    assert whole == [2, 4, 6]
+    with stopped.applied(model):
+        assert all(torch.equal(w, at_4[n]) for n, w in model.weights.items())
 
 
 def test_bfloat16_keeps_float32_masters(split):
@@ -318,10 +332,7 @@ def test_collapse_of_utility_ends_the_run(split):
     mask = Mask.random(model.components("neuron"), budget=0.5)
     # Other subjects with the same answers lose what is ascended on.
     retain = Facts(
-        [
-            Fact(r.subject, r.relation, r.prompt, f.answer)
-            for f, r in zip(split.forget, split.retain, strict=True)
-        ]
+        [Fact(r.subject, r.relation, r.prompt, f.answer) for f, r in zip(split.forget, split.retain, strict=True)]
     )
     split = FactSplit(split.forget, retain, split.holdout, split.other, 0)
     ascent = GradientDifference(retain_weight=0.0)
@@ -331,6 +342,8 @@ def test_collapse_of_utility_ends_the_run(split):
     assert shares[-1] < 0.5 <= min(shares[:-1])
     on = unlearn(model, split, mask, ascent, optimizer=AdamW(lr=0.1), steps=len(shares) + 2, floor=0.0)
     assert on.status == "finished"
+    never = unlearn(model, split, mask, ascent, optimizer=AdamW(lr=0.1), steps=len(shares) + 2, floor=None)
+    assert never.status == "finished" and never.settings["floor"] is None
 
 
 def test_nothing_moved_is_a_status(split):

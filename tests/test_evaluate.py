@@ -13,7 +13,6 @@ from locus.evaluate import (
     DIRECTION,
     METRICS,
     PARTS,
-    NextToken,
     _wrong_answers,
     aues,
     drift,
@@ -207,9 +206,3 @@ def test_relearning_trains_on_one_half_and_tests_on_the_other(split):
     one = replace(split, forget=Facts(split.forget[:1]))
     with pytest.raises(ValueError, match="two subjects"):
         relearn(m, None, one)
-
-
-def test_next_token_loss_is_that_of_training():
-    log_probs = torch.tensor([[-1.0, -3.0], [-2.0, -100.0]])
-    mask = torch.tensor([[True, True], [True, False]])
-    assert NextToken().forget(log_probs, log_probs, mask).tolist() == [2.0, 2.0]

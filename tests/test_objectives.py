@@ -3,7 +3,17 @@ import math
 import pytest
 import torch
 
-from locus.unlearn.objectives import NPO, WGA, GradientDifference, Objective, kl, nll, npo_loss, over_tokens
+from locus.unlearn.objectives import (
+    NPO,
+    WGA,
+    GradientDifference,
+    NextToken,
+    Objective,
+    kl,
+    nll,
+    npo_loss,
+    over_tokens,
+)
 
 LENGTHS = (3, 1, 2)
 
@@ -32,11 +42,13 @@ def by_hand(objective, log_probs, reference):
                 values.append(-2 / beta * math.log(1 / (1 + math.exp(beta * ratio))))
             case WGA(beta=beta):
                 values.append(sum(math.exp(x) ** beta * x for x in row) / scale)
+            case NextToken():
+                values.append(-sum(row) / scale)
     return values
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("make", [GradientDifference, NPO, WGA, lambda reduce: WGA(beta=0.5, reduce=reduce)])
+@pytest.mark.parametrize("make", [GradientDifference, NPO, WGA, NextToken, lambda reduce: WGA(beta=0.5, reduce=reduce)])
 def test_forget_term_equals_a_reference_by_hand(answers, make, reduce):
     log_probs, reference, mask = answers
     objective = make(reduce=reduce)

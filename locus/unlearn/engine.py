@@ -42,9 +42,9 @@ def unlearn(
     batch_size: int | None = None,
     accumulate: int = 1,
     clip: float | None = None,
-    floor: float = 0.01,
+    floor: float | None = 0.01,
     checkpoints: Collection[int] = (),
-    callback: Callable[[int], None] | None = None,
+    callback: Callable[[int], bool | None] | None = None,
     progress: bool = False,
 ) -> Update:
     """Lower `objective` by changing only the masked entries; the model is left as it was, bit for bit.
@@ -65,9 +65,11 @@ def unlearn(
         clip: largest L2 norm of the gradient by the masked entries; None = no clipping.
         floor: the run ends as "collapsed" once the mean probability of the batch's retain answers (exp of the
             mean log-probability over an answer's tokens) is below `floor` times the original model's on them.
+            None = it never does.
         checkpoints: after how many steps to call `callback`; 0 = the original model, `steps` = the end. Those
             that an early end does not reach are left out.
-        callback: called with the number of steps made, the edit in place in the model as it would be stored.
+        callback: called with the number of steps made, the edit in place in the model as it would be stored. The
+            run ends there, as "finished", if it returns True.
         progress: show a bar.
 
     Returns:
@@ -92,10 +94,11 @@ def unlearn(
             stepper = optimizer.build([leaf.values for leaf in found])
             for step in range(steps + 1):
                 status = run.measure(step, train=step < steps)
+                stop = False
                 if status != "diverged" and step in checkpoints and callback is not None:
                     with written(model, entries(model, found, parameter_mask)), torch.no_grad():
-                        callback(step)
-                if status != "finished" or step == steps:
+                        stop = bool(callback(step))
+                if stop or status != "finished" or step == steps:
                     break
                 if clip is not None:
                     torch.nn.utils.clip_grad_norm_([leaf.values for leaf in found], clip)
@@ -169,7 +172,7 @@ class _Run:
     forget: list[Tensor]
     retain: list[Tensor]
     accumulate: int
-    floor: float
+    floor: float | None
 
     def __post_init__(self) -> None:
         self.history: list[dict[str, int | float]] = []
@@ -197,11 +200,10 @@ class _Run:
         finite = torch.tensor([row["loss"], row["grad_norm"] if train else 0.0]).isfinite().all()
         if not finite or not all(bool(leaf.values.isfinite().all()) for leaf in self.found):
             return "diverged"
-        return "collapsed" if row["retain_probability"] < self.floor * original else "finished"
+        collapsed = self.floor is not None and row["retain_probability"] < self.floor * original
+        return "collapsed" if collapsed else "finished"
 
-    def _batch(
-        self, forget: Int[Tensor, " forget"], retain: Int[Tensor, " retain"]
-    ) -> tuple[Tensor, dict[str, float]]:
+    def _batch(self, forget: Int[Tensor, " forget"], retain: Int[Tensor, " retain"]) -> tuple[Tensor, dict[str, float]]:
         prompts, objective, n = self.prompts, self.objective, len(forget)
         rows = torch.cat([forget, retain])
         with edited(self.found):
@@ -227,9 +229,7 @@ class _Run:
         }
 
 
-def _prompts(
-    model: Any, split: Any, forget: list[Tensor], retain: list[Tensor], layer: int | None
-) -> _Prompts:
+def _prompts(model: Any, split: Any, forget: list[Tensor], retain: list[Tensor], layer: int | None) -> _Prompts:
     """Encode the facts that the run will read, and measure the original model on them.
 
     The batches are renumbered in place to rows of these prompts.
@@ -313,9 +313,7 @@ def _prove(model: Any, mask: ParameterMask, values: dict[str, Entries], before: 
         raise RuntimeError(f"something outside the mask changed: {before[:12]}, {after[:12]}, {back[:12]}")
 
 
-def _check(
-    split: Any, objective: Any, steps: int, batch_size: int | None, accumulate: int, clip: float | None
-) -> None:
+def _check(split: Any, objective: Any, steps: int, batch_size: int | None, accumulate: int, clip: float | None) -> None:
     for name, value in (
         ("steps", steps),
         ("accumulate", accumulate),
@@ -332,6 +330,4 @@ def _check(
     if not len(split.forget):
         raise ValueError("split.forget has no facts, so there is nothing to unlearn")
     if not len(split.retain) and objective.retain_weight:
-        raise ValueError(
-            "split.retain has no facts; split more facts, or set retain_weight=0 in the objective"
-        )
+        raise ValueError("split.retain has no facts; split more facts, or set retain_weight=0 in the objective")

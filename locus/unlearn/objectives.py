@@ -36,9 +36,7 @@ def nll(
     return -over_tokens(log_probs, mask, reduce)
 
 
-def npo_loss(
-    nll: Float[Tensor, " fact"], reference_nll: Float[Tensor, " fact"], beta: float
-) -> Float[Tensor, " fact"]:
+def npo_loss(nll: Float[Tensor, " fact"], reference_nll: Float[Tensor, " fact"], beta: float) -> Float[Tensor, " fact"]:
     """Negative preference optimization, −(2/β) log σ(β (NLL − NLL_original)), one value a fact.
 
     Falls as the answer gets less likely than under the original model. Its derivative by NLL is
@@ -177,7 +175,31 @@ class WGA:
         return wga_loss(log_probs, mask, self.beta, self.reduce)
 
 
-def _check(objective: GradientDifference | NPO | WGA) -> None:
+@dataclass(frozen=True, kw_only=True)
+class NextToken:
+    """The ordinary loss of training, −mean_t log p_t of the forget answers: it teaches them, and forgets nothing.
+
+    To plant facts and to attack an edit. A retain term replays facts that are to be kept meanwhile.
+    """
+
+    forget_weight: float = 1.0
+    retain_weight: float = 0.0
+    retain: Retain = "nll"
+    reduce: Reduce = "mean"
+
+    def __post_init__(self):
+        _check(self)
+
+    def forget(
+        self,
+        log_probs: Float[Tensor, "fact read"],
+        reference: Float[Tensor, "fact read"],
+        mask: Bool[Tensor, "fact read"],
+    ) -> Float[Tensor, " fact"]:
+        return nll(log_probs, mask, self.reduce)
+
+
+def _check(objective: GradientDifference | NPO | WGA | NextToken) -> None:
     name = type(objective).__name__
     for field in ("forget_weight", "retain_weight"):
         if not getattr(objective, field) >= 0:
