@@ -53,6 +53,24 @@ def capture(model: Any, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         yield found
 
 
+@torch.no_grad()
+def states(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Bool[Tensor, "batch pos"],
+    names: Sequence[str],
+    chunk: int = 64,
+) -> dict[str, Float[Tensor, "batch pos d_model"]]:
+    """Activations at the named hooks, in the order of the names, without gradients; `chunk` rows a forward pass."""
+    parts: list[dict[str, Tensor]] = []
+    for rows in torch.arange(len(tokens)).split(chunk):
+        first = torch.zeros(len(rows), 1, dtype=torch.long)  # logits are not needed
+        with capture(model, names) as found, read_only(model, first):
+            model.logits(tokens[rows], attention_mask[rows])
+        parts.append(found)
+    return {name: torch.cat([part[name] for part in parts]) for name in names}
+
+
 @contextmanager
 def linear_edit(module: nn.Module, edit: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
     """Within the block, the module's output is `edit(input, output)`."""

@@ -344,6 +344,9 @@ def test_collapse_of_utility_ends_the_run(split):
     assert on.status == "finished"
     never = unlearn(model, split, mask, ascent, optimizer=AdamW(lr=0.1), steps=len(shares) + 2, floor=None)
     assert never.status == "finished" and never.settings["floor"] is None
+    # What neither the loss nor the floor reads is not run, and changes nothing.
+    assert math.isnan(never.history[0]["retain_probability"])
+    assert [row["loss"] for row in never.history] == pytest.approx([row["loss"] for row in on.history], rel=1e-3)
 
 
 def test_nothing_moved_is_a_status(split):

@@ -3,12 +3,21 @@ import math
 import pytest
 import torch
 
+from locus.facts import Fact, Facts
 from locus.unlearn.objectives import (
+    DPO,
     NPO,
+    RMU,
     WGA,
+    Answers,
     GradientDifference,
+    Internal,
+    MatchMLP,
     NextToken,
     Objective,
+    Preference,
+    SimNPO,
+    Texts,
     kl,
     nll,
     npo_loss,
@@ -40,6 +49,8 @@ def by_hand(objective, log_probs, reference):
             case NPO(beta=beta):
                 ratio = (sum(row) - sum(old)) / scale
                 values.append(-2 / beta * math.log(1 / (1 + math.exp(beta * ratio))))
+            case SimNPO(beta=beta, delta=delta):
+                values.append(-2 / beta * math.log(1 / (1 + math.exp(-beta * (-sum(row) / scale - delta)))))
             case WGA(beta=beta):
                 values.append(sum(math.exp(x) ** beta * x for x in row) / scale)
             case NextToken():
@@ -48,7 +59,18 @@ def by_hand(objective, log_probs, reference):
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("make", [GradientDifference, NPO, WGA, NextToken, lambda reduce: WGA(beta=0.5, reduce=reduce)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        GradientDifference,
+        NPO,
+        WGA,
+        NextToken,
+        SimNPO,
+        lambda reduce: WGA(beta=0.5, reduce=reduce),
+        lambda reduce: SimNPO(beta=0.7, delta=0.4, reduce=reduce),
+    ],
+)
 def test_forget_term_equals_a_reference_by_hand(answers, make, reduce):
     log_probs, reference, mask = answers
     objective = make(reduce=reduce)
@@ -74,6 +96,77 @@ def test_npo_tends_to_gradient_ascent_as_beta_falls(answers):
     # At the original model the two agree at every beta: the factor 2/beta is there for that.
     at_start = gradient(NPO(beta=3.0), log_probs, log_probs, mask)
     assert torch.allclose(at_start[mask], ascent[mask])
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_dpo_equals_a_reference_by_hand(answers, reduce):
+    log_probs, reference, mask = answers
+    objective = DPO(beta=0.7, reduce=reduce)
+    assert isinstance(objective, Preference) and not isinstance(objective, Objective | Internal)
+    other = Answers(log_probs.flip(0), (reference - 0.3).flip(0), mask.flip(0))
+    got = objective.prefer(Answers(log_probs, reference, mask), other)
+
+    def ratio(row, old, n):
+        return sum(a - b for a, b in zip(row[:n], old[:n], strict=True)) / (n if reduce == "mean" else 1)
+
+    rows, old = log_probs.tolist(), reference.tolist()
+    for i, n in enumerate(LENGTHS):
+        j = 2 - i
+        rise = ratio(rows[j], [x - 0.3 for x in old[j]], LENGTHS[j])
+        expected = -2 / 0.7 * math.log(1 / (1 + math.exp(-0.7 * (rise - ratio(rows[i], old[i], n)))))
+        assert got[i].item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_dpo_finds_another_answer_to_every_prompt():
+    people = Facts([Fact(f"p{i}", "home", f"p{i} lives in", f"town{i}") for i in range(6)])
+    pet = Fact("p0", "pet", "p0 has", "dog", wrong=("cat",))
+    facts = Facts([*people[:2], pet], pool=people)
+    assert DPO(refusal="no").others(facts) == ["no"] * 3
+    drawn = {tuple(DPO(refusal=None, seed=seed).others(facts)) for seed in range(20)}
+    assert len(drawn) > 5 and {others[2] for others in drawn} == {"cat"}
+    for i in (0, 1):
+        assert {others[i] for others in drawn} == {f"town{j}" for j in range(6)} - {f"town{i}"}
+    assert DPO(refusal=None).others(facts) == DPO(refusal=None).others(facts)
+    with pytest.raises(ValueError, match="p0 has"):
+        DPO(refusal=None).others(Facts([Fact("p0", "pet", "p0 has", "dog")]))
+
+
+def texts(facts, states):
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    return Texts(facts, states, {name: torch.zeros_like(x) for name, x in states.items()}, mask)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_objectives_on_states_equal_references_by_hand(reduce):
+    g = torch.Generator().manual_seed(0)
+    facts = tuple(Fact(f"s{i}", "r", f"s{i} r", "a") for i in range(2))
+    states = {f"blocks.{i}": torch.randn(2, 3, 4, generator=g, dtype=torch.float64) for i in range(2)}
+    lengths, scale = (2, 3), (lambda n: n if reduce == "mean" else 1)
+
+    one = {"blocks.1": states["blocks.1"]}
+    rmu = RMU(layer=1, coefficient=3.0, seed=5, reduce=reduce)
+    got = rmu.forget_states(texts(facts, one))
+    u = torch.rand(4, generator=torch.Generator().manual_seed(5), dtype=torch.float64).tolist()
+    point = [3 * x / math.sqrt(sum(y * y for y in u)) for x in u]
+    assert min(point) >= 0 and math.hypot(*point) == pytest.approx(3)
+    for f, n in enumerate(lengths):
+        tokens = [sum((h - p) ** 2 for h, p in zip(h, point, strict=True)) / 4 for h in states["blocks.1"][f].tolist()]
+        assert got[f].item() == pytest.approx(sum(tokens[:n]) / scale(n), abs=1e-12)
+
+    targets = {f: torch.randn(2, n, 4, generator=g, dtype=torch.float64) for f, n in zip(facts, lengths, strict=True)}
+    got = MatchMLP(targets=targets, reduce=reduce).forget_states(texts(facts, states))
+    for f, n in enumerate(lengths):
+        total = 0.0
+        for layer in range(2):
+            for t in range(n):
+                gap = states[f"blocks.{layer}"][f, t] - targets[facts[f]][layer, t]
+                total += sum(x * x for x in gap.tolist())
+        assert got[f].item() == pytest.approx(total / scale(n), abs=1e-12)
+
+
+def test_match_mlp_without_targets_says_how_to_get_them():
+    with pytest.raises(ValueError, match="MatchMLP.towards"):
+        MatchMLP().forget_states(texts((Fact("s", "r", "s r", "a"),) * 2, {"blocks.0": torch.zeros(2, 3, 4)}))
 
 
 def test_wga_weights_carry_no_gradient_and_beta_0_is_ascent(answers):
@@ -117,6 +210,10 @@ def test_npo_is_finite_for_extreme_answers():
     [
         (lambda: NPO(beta=0.0), "beta must be above 0"),
         (lambda: WGA(beta=-1.0), "0 or above"),
+        (lambda: SimNPO(beta=0.0), "beta must be above 0"),
+        (lambda: DPO(beta=-1.0), "beta must be above 0"),
+        (lambda: RMU(layer=9).sites(3), "0 to 2"),
+        (lambda: NextToken(retain_weight=-1.0), "retain_weight"),
         (lambda: GradientDifference(retain_weight=-1.0), "retain_weight"),
         (lambda: NPO(retain_weight=float("nan")), "retain_weight"),
     ],

@@ -12,7 +12,7 @@ The model is used as it is, so without dropout when it is in evaluation mode, as
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,20 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from locus import hooks
+from locus.facts import Fact, encode
 from locus.masks import Mask, ParameterMask
 from locus.unlearn.compact import Leaf, edited, entries, leaves, lowest_layer
-from locus.unlearn.objectives import Objective, kl, nll
+from locus.unlearn.objectives import (
+    Answers,
+    Internal,
+    Objective,
+    Preference,
+    Texts,
+    kl,
+    nll,
+    over_tokens,
+    squared_distance,
+)
 from locus.unlearn.optimizers import AdamW, Optimizer
 from locus.unlearn.update import Entries, Status, Update, bits, checksum, pick, stored, written
 
@@ -34,7 +45,7 @@ def unlearn(
     model: Any,
     split: Any,
     mask: Mask | ParameterMask,
-    objective: Objective,
+    objective: Objective | Preference | Internal,
     *,
     optimizer: Optimizer | None = None,
     steps: int = 60,
@@ -50,13 +61,14 @@ def unlearn(
     """Lower `objective` by changing only the masked entries; the model is left as it was, bit for bit.
 
     Each step takes a batch of `split.forget` and as many facts of `split.retain`, both in random order and
-    none again before all have been seen. Losses are taken on answer tokens only.
+    none again before all have been seen. Likelihoods are those of the answer tokens only.
 
     Args:
         model: a `HookedModel`.
         split: a `FactSplit`; only `forget` and `retain` are read.
         mask: what may change.
-        objective: `GradientDifference`, `NPO`, `WGA`, or anything like them.
+        objective: `GradientDifference`, `NPO`, `SimNPO`, `WGA`, `DPO`, `RMU`, `MatchMLP`, `NextToken`, or anything
+            like them.
         optimizer: `AdamW(lr=1e-4)` unless given. Weight decay and momentum act on the masked entries only.
         steps: optimizer steps.
         seed: of the order of the facts.
@@ -65,7 +77,7 @@ def unlearn(
         clip: largest L2 norm of the gradient by the masked entries; None = no clipping.
         floor: the run ends as "collapsed" once the mean probability of the batch's retain answers (exp of the
             mean log-probability over an answer's tokens) is below `floor` times the original model's on them.
-            None = it never does.
+            None = it never does, and retain facts that are not in the loss either are not run at all.
         checkpoints: after how many steps to call `callback`; 0 = the original model, `steps` = the end. Those
             that an early end does not reach are left out.
         callback: called with the number of steps made, the edit in place in the model as it would be stored. The
@@ -86,9 +98,10 @@ def unlearn(
     generator = torch.Generator().manual_seed(seed)
     size = min(batch_size or len(split.forget), len(split.forget))
     forget = _schedule(len(split.forget), size, steps * accumulate, generator)
-    retain = _schedule(len(split.retain), size, steps * accumulate, generator)
+    n_retain = len(split.retain) if objective.retain_weight or floor is not None else 0
+    retain = _schedule(n_retain, size, steps * accumulate, generator)
     with torch.enable_grad(), _frozen(model):
-        prompts = _prompts(model, split, forget, retain, lowest_layer(model, found))
+        prompts = _prompts(model, split, objective, forget, retain, lowest_layer(model, found))
         run = _Run(objective, found, prompts, forget, retain, accumulate, floor)
         with tqdm(total=steps, unit="step", disable=not progress) as bar:
             stepper = optimizer.build([leaf.values for leaf in found])
@@ -136,18 +149,27 @@ def unlearn(
 
 @dataclass(frozen=True, eq=False)
 class _Prompts:
-    """Prompts with their answers, forget facts first; what to read of each, and what the original model says.
+    """Prompts with their answers: forget facts, retain facts, and forget facts with another answer if needed.
 
     logits: rows, positions → logits, with whatever edit is in place
     read: positions whose logits predict the answer's tokens; answer: those tokens; mask: False = none left
     original: the original model's log-probabilities of the answer tokens
+    others: how many rows after a forget fact its other answer stands
+    compared: the tokens at which hidden states are compared
+    sites: hooks that are read at each pass; states: what they and those that no edit reaches gave originally
     """
 
+    model: Any
+    facts: Sequence[Fact]
     logits: Callable[[Tensor, Tensor], Tensor]
     read: Int[Tensor, "fact read"]
     answer: Int[Tensor, "fact read"]
     mask: Bool[Tensor, "fact read"]
     original: Float[Tensor, "fact read"]
+    others: int
+    compared: Bool[Tensor, "fact pos"]
+    sites: tuple[str, ...]
+    states: dict[str, Tensor]
 
     def distribution(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row read d_vocab"]:
         """Logits where the answers are predicted, in float32 at least."""
@@ -161,12 +183,21 @@ class _Prompts:
         found = logits.log_softmax(-1).gather(-1, self.answer[rows][..., None])[..., 0]
         return found.masked_fill(~self.mask[rows], 0)
 
+    def answers(self, log_probs: Float[Tensor, "row read"], rows: Int[Tensor, " row"]) -> Answers:
+        return Answers(log_probs, self.original[rows], self.mask[rows])
+
+    def texts(self, states: dict[str, Tensor], rows: Int[Tensor, " row"]) -> Texts:
+        """`states`: what the sites gave for these rows in this pass."""
+        original = {name: values[rows] for name, values in self.states.items()}
+        facts = tuple(self.facts[i] for i in rows.tolist())
+        return Texts(facts, original | states, original, self.compared[rows])
+
 
 @dataclass(eq=False)
 class _Run:
     """One run: its data, its settings and what it has measured so far."""
 
-    objective: Objective
+    objective: Any
     found: Sequence[Leaf]
     prompts: _Prompts
     forget: list[Tensor]
@@ -204,22 +235,19 @@ class _Run:
         return "collapsed" if collapsed else "finished"
 
     def _batch(self, forget: Int[Tensor, " forget"], retain: Int[Tensor, " retain"]) -> tuple[Tensor, dict[str, float]]:
-        prompts, objective, n = self.prompts, self.objective, len(forget)
-        rows = torch.cat([forget, retain])
-        with edited(self.found):
+        prompts, objective = self.prompts, self.objective
+        others = forget + prompts.others if isinstance(objective, Preference) else forget[:0]
+        rows = torch.cat([forget, others, retain])
+        n = len(rows) - len(retain)
+        with edited(self.found), hooks.capture(prompts.model, prompts.sites) as states:
             logits = prompts.distribution(rows)
-        log_probs, mask = prompts.log_probs(logits, rows), prompts.mask[rows]
-        forget_term = objective.forget(log_probs[:n], prompts.original[forget], mask[:n]).mean()
-        losses = nll(log_probs[n:], mask[n:], "mean")
-        if objective.retain == "kl" and len(retain):
-            with torch.no_grad():  # computed anew for each batch: all of it would fill the memory
-                reference = prompts.distribution(retain)
-            held = kl(reference, logits[n:], mask[n:], "mean")
-        else:
-            held = losses
+        log_probs = prompts.log_probs(logits, rows)
+        forget_term = self._forget(log_probs[:n], {k: v[:n] for k, v in states.items()}, forget, others).mean()
+        losses = nll(log_probs[n:], prompts.mask[retain], "mean")
+        held = self._retain(logits[n:], {k: v[n:] for k, v in states.items()}, retain, losses)
         retain_term = held.mean() if len(retain) else held.sum()
         loss = objective.forget_weight * forget_term + objective.retain_weight * retain_term
-        original = nll(prompts.original[retain], mask[n:], "mean")
+        original = nll(prompts.original[retain], prompts.mask[retain], "mean")
         return loss, {
             "loss": float(loss.detach()),
             "forget": float(forget_term.detach()),
@@ -228,24 +256,51 @@ class _Run:
             "original": float((-original).exp().mean()),
         }
 
+    def _forget(
+        self, log_probs: Tensor, states: dict[str, Tensor], rows: Tensor, others: Tensor
+    ) -> Float[Tensor, " fact"]:
+        if isinstance(self.objective, Internal):
+            return self.objective.forget_states(self.prompts.texts(states, rows))
+        answers = self.prompts.answers(log_probs[: len(rows)], rows)
+        if isinstance(self.objective, Preference):
+            return self.objective.prefer(answers, self.prompts.answers(log_probs[len(rows) :], others))
+        return self.objective.forget(*answers)
 
-def _prompts(model: Any, split: Any, forget: list[Tensor], retain: list[Tensor], layer: int | None) -> _Prompts:
+    def _retain(
+        self, logits: Tensor, states: dict[str, Tensor], rows: Tensor, losses: Tensor
+    ) -> Float[Tensor, " fact"]:
+        """The retain term of each fact; `losses` is their negative log-likelihood."""
+        if self.objective.retain == "nll" or not len(rows):
+            return losses
+        if self.objective.retain == "kl":
+            with torch.no_grad():  # computed anew for each batch: all of it would fill the memory
+                reference = self.prompts.distribution(rows)
+            return kl(reference, logits, self.prompts.mask[rows], "mean")
+        texts = self.prompts.texts(states, rows)
+        gaps = [squared_distance(x, texts.original[name]) / x.shape[-1] for name, x in texts.states.items()]
+        return over_tokens(torch.stack(gaps).sum(0), texts.mask, "mean")
+
+
+def _prompts(
+    model: Any, split: Any, objective: Any, forget: list[Tensor], retain: list[Tensor], layer: int | None
+) -> _Prompts:
     """Encode the facts that the run will read, and measure the original model on them.
 
     The batches are renumbered in place to rows of these prompts.
     """
-    from locus.facts import encode
-
     used = [sorted({int(i) for batch in batches for i in batch}) for batches in (forget, retain)]
     facts = [split.forget[i] for i in used[0]] + [split.retain[i] for i in used[1]]
     for batches, indices, offset in ((forget, used[0], 0), (retain, used[1], len(used[0]))):
         for n, batch in enumerate(batches):
             batches[n] = torch.searchsorted(torch.tensor(indices, dtype=torch.long), batch) + offset
+    others, sites = len(facts), _sites(model, objective, layer)
+    if isinstance(objective, Preference):
+        facts += _other_answers(model, objective, split, used[0])
     encoded = encode(model, facts)
-    device = model.device
-    tokens, attention_mask = encoded.tokens.to(device), encoded.attention_mask.to(device)
-    positions, targets = encoded.reads()
-    read, answer, mask = (t.to(device) for t in (positions, targets.answer, targets.mask))
+    tokens, attention_mask = encoded.tokens, encoded.attention_mask
+    read, targets = encoded.reads()
+    kept = slice(None) if objective.retain == "states" else slice(len(used[0]))
+    states = hooks.states(model, tokens[kept], attention_mask[kept], sites) if sites else {}
     if layer is None or not model.fast:
 
         def logits(rows: Tensor, positions: Tensor) -> Tensor:
@@ -253,11 +308,57 @@ def _prompts(model: Any, split: Any, forget: list[Tensor], retain: list[Tensor],
             return full.gather(1, positions[..., None].expand(-1, -1, full.shape[-1]))
     else:
         logits = hooks.prefix(model, tokens, attention_mask, layer).run
-    prompts = _Prompts(logits, read, answer, mask, torch.empty(mask.shape))
+        sites = tuple(site for site in sites if _layer(site) >= layer)
+    compared = encoded.answer_mask if getattr(objective, "tokens", "") == "answer" else attention_mask
+    prompts = _Prompts(
+        model,
+        facts,
+        logits,
+        read,
+        targets.answer,
+        targets.mask,
+        torch.empty(read.shape),
+        others,
+        compared,
+        sites,
+        states,
+    )
     with torch.no_grad():
         chunks = torch.arange(len(facts)).split(CHUNK)
         original = torch.cat([prompts.log_probs(prompts.distribution(rows), rows) for rows in chunks])
-    return _Prompts(logits, read, answer, mask, original)
+    return replace(prompts, original=original)
+
+
+def _sites(model: Any, objective: Any, layer: int | None) -> tuple[str, ...]:
+    """The hooks that the objective reads; at least one of them lies where the edit acts."""
+    if not isinstance(objective, Internal):
+        return ()
+    sites = objective.sites(model.cfg.n_layers)
+    highest = max(map(_layer, sites))
+    if layer is not None and highest < layer:
+        raise ValueError(
+            f"{objective!r} reads block {highest} and below, but the mask lets nothing below block {layer} change, so "
+            "no edit can reach what is read; select lower components, or read a higher layer"
+        )
+    return sites
+
+
+def _layer(site: str) -> int:
+    """The block of a hook `blocks.<layer>.…`."""
+    return int(site.split(".")[1])
+
+
+def _other_answers(model: Any, objective: Preference, split: Any, used: list[int]) -> list[Fact]:
+    answers = objective.others(split.forget)
+    facts = [replace(split.forget[i], answer=answers[i]) for i in used]
+    try:
+        encode(model, facts)
+    except ValueError as error:
+        raise ValueError(
+            f"the other answers of {objective!r} do not fit {model.name}: {error}. Word them in its tokens; "
+            "DPO(refusal=None) takes answers of other subjects"
+        ) from error
+    return facts
 
 
 def _schedule(n: int, size: int, n_batches: int, generator: torch.Generator) -> list[Tensor]:
@@ -322,11 +423,13 @@ def _check(split: Any, objective: Any, steps: int, batch_size: int | None, accum
     ):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be above 0, not {value!r}")
-    if not isinstance(objective, Objective):
+    if not isinstance(objective, Objective | Preference | Internal):
         raise ValueError(
             f"{objective!r} is not an objective: it needs forget_weight, retain_weight, retain and forget(); "
             "see locus.unlearn.objectives, e.g. locus.NPO(beta=0.1)"
         )
+    if objective.retain == "states" and not isinstance(objective, Internal):
+        raise ValueError(f"{objective!r} reads no hidden states to hold on to; use retain='nll' or 'kl'")
     if not len(split.forget):
         raise ValueError("split.forget has no facts, so there is nothing to unlearn")
     if not len(split.retain) and objective.retain_weight:

@@ -112,7 +112,7 @@ class Update:
             tensors[f"index:{name}"], tensors[f"value:{name}"] = entries.index, entries.value
         with new_directory(directory) as temporary:
             save_file(tensors, temporary / "values.safetensors")
-            (temporary / "update.json").write_text(json.dumps(record, indent=1) + "\n")
+            (temporary / "update.json").write_text(json.dumps(record, indent=1, default=repr) + "\n")
         return directory
 
     @classmethod
@@ -212,7 +212,9 @@ def checksum(parameters: Iterable[tuple[str, Tensor, Bool[Tensor, "..."] | None]
 
 def _settings(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {"class": type(value).__name__, "text": repr(value)} | {"fields": dataclasses.asdict(value)}
+        # Tensors that an objective carries are not settings: they are kept out of its repr, and out of the file.
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
+        return {"class": type(value).__name__, "text": repr(value), "fields": fields}
     return repr(value)
 
 
