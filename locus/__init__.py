@@ -26,11 +26,16 @@ from locus.models import wrap as wrap
 from locus.report import report as report
 from locus.scores import Scores as Scores
 from locus.study import compare as compare
+from locus.unlearn import DPO as DPO
 from locus.unlearn import NPO as NPO
+from locus.unlearn import RMU as RMU
 from locus.unlearn import SGD as SGD
 from locus.unlearn import WGA as WGA
 from locus.unlearn import AdamW as AdamW
 from locus.unlearn import GradientDifference as GradientDifference
+from locus.unlearn import MatchMLP as MatchMLP
+from locus.unlearn import NextToken as NextToken
+from locus.unlearn import SimNPO as SimNPO
 from locus.unlearn import Update as Update
 from locus.unlearn import guard as guard
 from locus.unlearn import unlearn as unlearn
