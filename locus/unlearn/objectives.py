@@ -335,15 +335,15 @@ class RMU:
     term: mean_t ‖h_t − h_t of the original model‖² / d_model. Li et al. 2024 (WMDP, arXiv 2403.03218), eq. 1-3.
 
     layer: 0 is the lowest block; the mask must let something at or below it change.
-    coefficient: c, in the units of the residual stream; it does nothing unless it differs from what is there.
-    tokens: WMDP compares all tokens, OpenUnlearning those of the answer, whose states a one-token answer is not
-        predicted from.
+    coefficient: c, in the units of the residual stream: a multiple of its norm wrecks the model.
+    tokens: OpenUnlearning compares those of the answer; WMDP all. A one-token answer is predicted from the prompt's
+        tokens alone, which only "text" reaches directly.
     """
 
     layer: int
     coefficient: float = 2.0
     seed: int = 0
-    tokens: Literal["answer", "text"] = "text"
+    tokens: Literal["answer", "text"] = "answer"
     forget_weight: float = 1.0
     retain_weight: float = 1.0
     retain: Retain = "states"
