@@ -1,48 +1,61 @@
-"""Verdicts: is editing the located components better than, worse than or equivalent to editing random ones?
+"""Verdicts: is editing here better than, worse than or equivalent to editing there?
 
 The rule is fixed before the data are seen. For each localizer and objective, the difference in one metric
-between the located mask (arm "top") and the mean over the draws of its random controls is paired by seed.
+between one arm and the mean over the draws of its random controls is paired by seed: the located mask (arm "top") where
+locations are guessed, the region that the facts were planted in ("oracle") where they are known.
 
 1. the 90% interval of the mean difference lies inside ± bound   -> "equivalent" (also where it excludes 0)
 2. else the 95% interval excludes 0                              -> "better" or "worse"
 3. else                                                          -> "undecided", and the n that would decide
 
-Step 1 is two one-sided tests at 5% (Schuirmann 1987), step 2 a two-sided test at 5%; with several
-comparisons, both families of p-values are adjusted by Holm's method first. Intervals are Student's below 20
-seeds and bootstrap-t from there on. Few seeds or few draws decide nothing: they give a "descriptive" verdict,
-the rank among the draws. Intervals are printed unadjusted, so one may exclude 0 where Holm leaves the
-comparison undecided.
+Step 1 is two one-sided tests at 5% (Schuirmann 1987), step 2 a two-sided test at 5%; with several comparisons, both
+families of tests are corrected by Holm's method first, and where seeds are added until it is decided, for the looks as
+well (`locus.paired`, `locus.sequential`). Intervals are Student's below 20 seeds and bootstrap-t from there on. Few
+seeds or few draws decide nothing: they give a "descriptive" verdict, the rank among the draws. Intervals are corrected
+for the looks, not for the other comparisons, so one may exclude 0 where Holm leaves the comparison undecided.
+
+All other contrasts of a table (`contrasts`) are descriptive: differences and intervals, and no verdict.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
 from scipy import stats
 
+from locus.paired import ALPHA, Status, compare_paired, judge, n_to_decide, status_of
+from locus.sequential import Looks
+
 NEEDED = ("localizer", "objective", "arm", "seed", "draw", "step", "metric", "value")
-SETTING = ("model", "facts", "kind", "budget", "localizer", "objective")
-BOOTSTRAP_FROM = 20
-WILCOXON_FROM = 6
+SETTING = ("model", "facts", "kind", "budget", "localizer", "objective", "attack")
+# What `contrasts` compares the primary pair of arms in, beside the metric of the verdict.
+OUTCOMES = (
+    *(f"aues_{form}" for form in ("extraction", "probability", "trapezoid", "common")),
+    *("forget_at_95", "mu95", "forget_quality", "utility", "drift"),
+    *("recovery_matched", "recovery_best", "distance_to_retained", "distance_to_planted"),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
     """The judgment of a table.
 
-    rows: one comparison a row: verdict, difference, its 90% and 95% intervals, n (seeds), draws, p-values,
-        and the number of seeds that would decide
+    rows: one comparison a row: verdict, difference, its 90% and 95% intervals, n (seeds), draws, p-values with the
+        levels they were held against, and the number of seeds that would decide
     sentence: all of it in one sentence
+    status: with looks, "decided", "go on" or "cap reached"; else empty
     """
 
     rows: pd.DataFrame
     sentence: str
     metric: str
     bound: float
+    arm: str
+    control: str
+    looks: Looks | None = None
+    status: Status | None = None
 
     def __repr__(self) -> str:
         shown = ["localizer", "objective", "verdict", "difference", "low95", "high95", "n", "draws"]
@@ -54,154 +67,97 @@ def verdict(
     *,
     bound: float = 0.02,
     metric: str = "aues",
-    arm: str = "top",
+    arm: str | None = None,
     control: str = "random",
     better: str | None = None,
     min_seeds: int = 3,
-    min_draws: int = 5,
+    min_draws: int | None = None,
+    looks: Looks | None = None,
 ) -> Verdict:
     """Judge a tidy table by the rule of this module.
 
     table: columns localizer, objective, arm, seed, draw, step, metric, value; model, facts, kind and budget
-        are kept apart where they are there
+        are kept apart where they are there, and attacked runs (column attack) are left out
     bound: a difference inside ± bound counts as none, in units of the metric
+    arm: by default "oracle" where the table has it (a controlled study), else "top"
     control: the arm to compare with, of the same localizer or without one ("kind", "all", "none")
     better: "higher" or "lower"; by default the known direction of the metric
-    min_seeds, min_draws: with less than these the verdict is descriptive
+    min_seeds, min_draws: with less than these the verdict is descriptive. By default 5 draws for a located mask; 1 for
+        "oracle", whose region is itself drawn anew for each seed: there the seeds replicate, and draws only sharpen.
+    looks: for a study that adds seeds until it is decided, its plan; the rule is then corrected for it
     """
     if not bound > 0:
         raise ValueError(f"verdict got bound={bound}; expected a positive difference that counts as none.")
+    arm = arm or primary_arm(table)
+    min_draws = (1 if arm == "oracle" else 5) if min_draws is None else min_draws
     better = _direction(metric, better)
     pairs, setting = _pairs(table, metric, arm, control)
-    found = []
+    found, differences = [], []
     for key, group in pairs.groupby(setting, sort=False, dropna=False):
         paired = group.dropna(subset=["arm_value", "control_value"])
-        difference = (paired.arm_value - paired.control_value).to_numpy(float)
-        row = dict(zip(setting, key, strict=True))
-        row |= {"left_out": len(group) - len(paired), "draws": int(paired.draws.min()) if len(paired) else 0}
+        row = dict(zip(setting, key, strict=True)) | {"draws": int(paired.draws.min()) if len(paired) else 0}
         row |= {"above": int(paired.above.sum()), "of": int(paired.draws.sum())}
-        row |= compare_paired(difference, bound=bound)
         few_draws = control == "random" and row["draws"] < min_draws
-        row["too_few"] = "seeds" if len(difference) < min_seeds else "draws" if few_draws else ""
+        row["too_few"] = "seeds" if len(paired) < min_seeds else "draws" if few_draws else ""
         found.append(row)
+        differences.append((group.arm_value - group.control_value).to_numpy(float))
     rows = pd.DataFrame(found)
-    judged = rows.too_few == ""
-    rows["holm_equivalent"], rows["holm_different"] = np.nan, np.nan
-    rows.loc[judged, "holm_equivalent"] = holm(rows.p_equivalent[judged].to_numpy())
-    rows.loc[judged, "holm_different"] = holm(rows.p_different[judged].to_numpy())
-    alpha = 0.05 / max(1, int(judged.sum()))
-    rows["verdict"] = [_decide(row, better) for row in rows.itertuples()]
-    undecided = rows.verdict == "undecided"
-    rows["n_if_none"] = [
-        n_to_decide(sd, bound=bound, alpha=alpha) if u else math.nan
-        for sd, u in zip(rows.sd, undecided, strict=True)
+    judged = (rows.too_few == "").to_numpy()
+    parts = [
+        judge({i: differences[i] for i in np.flatnonzero(some)}, bound=bound, looks=looks) for some in (judged, ~judged)
     ]
-    rows["n_if_observed"] = [
-        n_to_decide(row.sd, bound=bound, difference=row.difference, alpha=alpha) if u else math.nan
-        for row, u in zip(rows.itertuples(), undecided, strict=True)
-    ]
-    return Verdict(rows, _sentence(rows, metric, arm, control, bound, better), metric, bound)
+    rows = rows.join(pd.concat([part for part in parts if len(part)]))
+    names = {"higher": "better", "lower": "worse"} if better == "higher" else {"higher": "worse", "lower": "better"}
+    rows["verdict"] = rows.verdict.replace(names).where(judged, "descriptive")
+    alpha = ALPHA / max(1, int(judged.sum()))
+    alpha = min(looks.level(looks.cap, alpha), 2 * looks.level(looks.cap, alpha / 2)) if looks else alpha
+    for name, supposed in (("n_if_none", 0 * rows.difference), ("n_if_observed", rows.difference)):
+        rows[name] = [
+            n_to_decide(sd, bound=bound, difference=mean, alpha=alpha) if word == "undecided" else math.nan
+            for sd, mean, word in zip(rows.sd, supposed, rows.verdict, strict=True)
+        ]
+    seen = int((rows.n + rows.left_out).min())
+    status = status_of(rows.verdict, seen, looks) if looks else None
+    sentence = _sentence(rows, metric, arm, control, bound, better) + (_looked(seen, looks, status) if looks else "")
+    return Verdict(rows, sentence, metric, bound, arm, control, looks, status)
 
 
-def compare_paired(difference: Float[np.ndarray, " seed"], *, bound: float, seed: int = 0) -> dict[str, Any]:
-    """Mean paired difference, its intervals and p-values, unadjusted.
+def primary_arm(table: pd.DataFrame) -> str:
+    """The arm that a table is about: "oracle" in a controlled study, else "top"."""
+    return "oracle" if "arm" in table.columns and (table.arm == "oracle").any() else "top"
 
-    p_equivalent = max of the two one-sided p-values of mean <= -bound and mean >= bound; it is below 0.05
-    exactly where the 90% interval lies inside ± bound. p_different is two-sided, below 0.05 exactly where the
-    95% interval excludes 0. Student's t below n = 20, from there bootstrap-t (Efron & Tibshirani 1993,
-    section 12.5).
+
+def contrasts(table: pd.DataFrame, *, metric: str = "aues", control: str = "random") -> pd.DataFrame:
+    """The secondary contrasts of a table, paired by seed, each with its ordinary 95% interval and no verdict.
+
+    The primary arm minus every other arm, and every located mask minus the primary arm and minus its control, in
+    `metric`; and the primary arm minus its control in every other outcome of whole runs (OUTCOMES).
+
+    Columns: arm, control, metric, the settings, n, draws, difference, sd, low95, high95
     """
-    n = len(difference)
-    mean = float(difference.mean()) if n else math.nan
-    sd = float(difference.std(ddof=1)) if n > 1 else math.nan
-    result = {"n": n, "difference": mean, "sd": sd}
-    if n < 2:
-        names = ("low90", "high90", "low95", "high95", "p_equivalent", "p_different", "p_wilcoxon")
-        return result | dict.fromkeys(names, math.nan)
-    error = sd / math.sqrt(n)
-    if error <= 1e-12 * max(1.0, abs(mean)):  # the same difference for every seed: nothing left to estimate
-        result |= dict.fromkeys(("low90", "high90", "low95", "high95"), mean)
-        result |= {"p_equivalent": float(abs(mean) >= bound), "p_different": float(abs(mean) <= 1e-12)}
-    elif n < BOOTSTRAP_FROM:
-        t = stats.t(n - 1)
-        for level, name in ((0.95, "90"), (0.975, "95")):
-            result |= {f"low{name}": mean - t.ppf(level) * error, f"high{name}": mean + t.ppf(level) * error}
-        result["p_equivalent"] = max(t.sf((mean + bound) / error), t.cdf((mean - bound) / error))
-        result["p_different"] = 2 * t.sf(abs(mean) / error)
-    else:
-        sample = difference[np.random.default_rng(seed).integers(0, n, (10_000, n))]
-        spread = np.maximum(sample.std(1, ddof=1), 1e-12) / math.sqrt(n)
-        t_star = np.sort((sample.mean(1) - mean) / spread)
-        for tail, name in ((0.05, "90"), (0.025, "95")):
-            low, high = np.quantile(t_star, [tail, 1 - tail])
-            result |= {f"low{name}": mean - high * error, f"high{name}": mean - low * error}
-        above = [(t_star >= (mean - edge) / error).mean() for edge in (-bound, 0.0, bound)]
-        result["p_equivalent"] = max(above[0], 1 - above[2])
-        result["p_different"] = min(1.0, 2 * min(above[1], 1 - above[1]))
-    varied = n >= WILCOXON_FROM and np.any(difference != 0)
-    result["p_wilcoxon"] = float(stats.wilcoxon(difference).pvalue) if varied else math.nan
-    return {key: value if key == "n" else float(value) for key, value in result.items()}
-
-
-def holm(p: Float[np.ndarray, " comparison"]) -> Float[np.ndarray, " comparison"]:
-    """Holm's step-down adjusted p-values, max over j <= i of min(1, (m - j) p_(j)); in the order given."""
-    order = np.argsort(p, kind="stable")
-    adjusted = np.empty(len(p))
-    adjusted[order] = np.minimum(1, np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order]))
-    return adjusted
-
-
-def power(
-    n: int, sd: float, *, bound: float = 0.02, difference: float = 0.0, alpha: float = 0.05
-) -> tuple[float, float]:
-    """Probability that n seeds find (equivalence, a difference), if the true mean difference is `difference`.
-
-    With the sample standard deviation s, equivalence needs |mean| < bound - t(1 - alpha) s / sqrt(n), and a
-    difference |mean| > t(1 - alpha/2) s / sqrt(n). Given s both are normal probabilities; they are averaged
-    over the chi distribution of s.
-    """
-    if sd == 0:
-        return float(abs(difference) < bound), float(difference != 0)
-    error = sd / math.sqrt(n)
-    s = error * np.sqrt(stats.chi2(n - 1).ppf((np.arange(400) + 0.5) / 400) / (n - 1))
-    half = np.maximum(bound - stats.t(n - 1).ppf(1 - alpha) * s, 0)
-    equivalent = stats.norm.cdf((half - difference) / error) - stats.norm.cdf((-half - difference) / error)
-    reach = stats.t(n - 1).ppf(1 - alpha / 2) * s
-    different = stats.norm.cdf((-reach - difference) / error) + stats.norm.sf((reach - difference) / error)
-    return float(equivalent.mean()), float(different.mean())
-
-
-def n_to_decide(
-    sd: float,
-    *,
-    bound: float = 0.02,
-    difference: float = 0.0,
-    wanted: float = 0.8,
-    alpha: float = 0.05,
-    most: int = 100_000,
-) -> int:
-    """The smallest number of seeds that finds equivalence, or a difference, with probability `wanted`.
-
-    sd: standard deviation of the paired differences over seeds
-    difference: the true mean difference that is supposed
-    most: returned where even that many would not do
-    """
-    if not sd >= 0 or not bound > 0:
-        raise ValueError(f"n_to_decide got sd={sd} and bound={bound}; expected sd >= 0 and bound > 0.")
-
-    def enough(n: int) -> bool:
-        return max(power(n, sd, bound=bound, difference=difference, alpha=alpha)) >= wanted
-
-    high = 2
-    while not enough(high):
-        if high >= most:
-            return most
-        high = min(2 * high, most)
-    low = max(1, high // 2)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    arm = primary_arm(table)
+    arms = [name for name in table.arm.unique() if name not in (arm, control, "top")]
+    wanted = [(arm, other, metric) for other in arms]
+    if arm != "top" and (table.arm == "top").any():
+        wanted += [("top", control, metric), ("top", arm, metric)]
+    wanted += [(arm, control, other) for other in OUTCOMES if other != metric]
+    whole = table[table.step == -1]
+    there = set(zip(whole.arm, whole.metric, strict=True))
+    found = []
+    for first, second, name in wanted:
+        if {(first, name), (second, name)} - there:
+            continue
+        pairs, setting = _pairs(table, name, first, second)
+        for key, group in pairs.groupby(setting, sort=False, dropna=False):
+            paired = group.dropna(subset=["arm_value", "control_value"])
+            if paired.empty:
+                continue
+            row = {"arm": first, "control": second, "metric": name} | dict(zip(setting, key, strict=True))
+            # The bound has no part in an interval.
+            result = compare_paired((paired.arm_value - paired.control_value).to_numpy(float), bound=1.0)
+            kept = {column: result[column] for column in ("n", "difference", "sd", "low95", "high95")}
+            found.append(row | {"draws": int(paired.draws.min())} | kept)
+    return pd.DataFrame(found)
 
 
 def _direction(metric: str, better: str | None) -> str:
@@ -212,8 +168,7 @@ def _direction(metric: str, better: str | None) -> str:
         better = DIRECTION.get(metric, "")
     if better not in ("higher", "lower"):
         raise ValueError(
-            f"verdict cannot tell which direction of {metric!r} is better; pass "
-            'better="higher" or better="lower".'
+            f'verdict cannot tell which direction of {metric!r} is better; pass better="higher" or better="lower".'
         )
     return better
 
@@ -228,9 +183,9 @@ def _pairs(table: pd.DataFrame, metric: str, arm: str, control: str) -> tuple[pd
     rows = table[(table.metric == metric) & (table.step == -1)]
     if rows.empty:
         known = ", ".join(sorted(table.metric[table.step == -1].astype(str).unique())) or "none"
-        raise ValueError(
-            f"verdict: no row has metric {metric!r} and step -1; metrics of whole runs here: {known}."
-        )
+        raise ValueError(f"verdict: no row has metric {metric!r} and step -1; metrics of whole runs here: {known}.")
+    if "attack" in rows and (rows.attack.fillna("") == "").any():
+        rows = rows[rows.attack.fillna("") == ""]
     setting = [name for name in SETTING if name in table.columns]
     mine, others = rows[rows.arm == arm], rows[rows.arm == control]
     if mine.empty or others.empty:
@@ -247,14 +202,10 @@ def _pairs(table: pd.DataFrame, metric: str, arm: str, control: str) -> tuple[pd
             f"seed {first.seed}; expected one. Was a table joined to itself?"
         )
     if others.duplicated([*key, "draw"]).any():
-        raise ValueError(
-            f"verdict: some draws of arm {control!r} are in the table twice; drop the duplicates."
-        )
+        raise ValueError(f"verdict: some draws of arm {control!r} are in the table twice; drop the duplicates.")
     # Arms without a localizer (all components of the kind, …) are controls of every localizer.
     shared = [name for name in key if name not in _unset(others, mine, key)]
-    merged = mine[[*key, "value"]].merge(
-        others[[*shared, "value"]], on=shared, how="left", suffixes=("", "_control")
-    )
+    merged = mine[[*key, "value"]].merge(others[[*shared, "value"]], on=shared, how="left", suffixes=("", "_control"))
     merged["is_above"] = merged.value > merged.value_control
     merged["drawn"] = merged.value_control.notna()
     pairs = merged.groupby(key, sort=False, dropna=False, as_index=False).agg(
@@ -268,32 +219,22 @@ def _pairs(table: pd.DataFrame, metric: str, arm: str, control: str) -> tuple[pd
 
 def _unset(others: pd.DataFrame, mine: pd.DataFrame, key: Sequence[str]) -> list[str]:
     """Settings that the control lacks: localizer (kind, all, none), objective (none), kind and budget."""
-    free = [
-        name for name in ("localizer", "objective") if name in key and (others[name].fillna("") == "").all()
-    ]
-    disjoint = [
-        n for n in ("kind", "budget") if n in key and not set(others[n].dropna()) & set(mine[n].dropna())
-    ]
+    free = [name for name in ("localizer", "objective") if name in key and (others[name].fillna("") == "").all()]
+    disjoint = [n for n in ("kind", "budget") if n in key and not set(others[n].dropna()) & set(mine[n].dropna())]
     return free + (disjoint if "localizer" in free else [])
-
-
-def _decide(row, better: str) -> str:
-    if row.too_few:
-        return "descriptive"
-    if row.holm_equivalent < 0.05:
-        return "equivalent"
-    if row.holm_different < 0.05:
-        return "better" if (row.difference > 0) == (better == "higher") else "worse"
-    return "undecided"
 
 
 def _sentence(rows: pd.DataFrame, metric: str, arm: str, control: str, bound: float, better: str) -> str:
     shown = metric.upper() if metric == "aues" else metric.replace("_", " ")
-    lead = {"top": "editing the located components", "bottom": "editing the lowest-scored components"}.get(
-        arm, f"arm {arm}"
-    )
+    lead = {
+        "top": "editing the located components",
+        "bottom": "editing the lowest-scored components",
+        "oracle": "editing the true location (oracle)",
+    }.get(arm, f"arm {arm}")
     against = {
-        "random": "random ones of the same size",
+        "random": "random regions of the same size apart from it"
+        if arm == "oracle"
+        else "random ones of the same size",
         "kind": "all components of the kind",
         "all": "all parameters",
     }.get(control, f"arm {control}")
@@ -304,19 +245,26 @@ def _sentence(rows: pd.DataFrame, metric: str, arm: str, control: str, bound: fl
         for word in ("better", "worse", "equivalent", "undecided", "descriptive"):
             if len(some := rows[rows.verdict == word]):
                 names = ", ".join(_name(row, rows) for row in some.head(4).itertuples())
-                parts.append(
-                    f"{word} in {len(some)} of {len(rows)} comparisons ({names}{', …' * (len(some) > 4)})"
-                )
+                parts.append(f"{word} in {len(some)} of {len(rows)} comparisons ({names}{', …' * (len(some) > 4)})")
     text = f"{lead} against {against}: {'; '.join(parts)}."
     return text[0].upper() + text[1:]
+
+
+def _looked(n: int, looks: Looks, status: Status | None) -> str:
+    """What the looks come to, as a sentence to follow the verdict."""
+    which = f"look {looks.at.index(n) + 1} of {len(looks.at)}" if n in looks.at else "no planned look"
+    then = {"go on": f"not all is decided: go on to {looks.next(n)}", "cap reached": "the cap is reached"}
+    return (
+        f" After {n} of at most {looks.cap} seeds ({which}; tests and intervals are corrected for the looks) "
+        f"{then.get(str(status), 'all is decided')}."
+    )
 
 
 def _name(row, rows: pd.DataFrame) -> str:
     """Localizer and objective, with the other settings where they differ between the rows."""
     parts = [row.localizer, row.objective]
-    parts += [
-        f"{n} {getattr(row, n)}" for n in SETTING[:4] if n in rows and rows[n].nunique(dropna=False) > 1
-    ]
+    others = [n for n in SETTING if n not in ("localizer", "objective")]
+    parts += [f"{n} {getattr(row, n)}" for n in others if n in rows and rows[n].nunique(dropna=False) > 1]
     return " ".join(str(part) for part in parts if part not in ("", None)) or "the mask"
 
 
@@ -335,11 +283,7 @@ def _clause(row, rows: pd.DataFrame, metric: str, bound: float, better: str) -> 
     if row.verdict == "equivalent":
         excludes = row.low95 > 0 or row.high95 < 0
         note = ", though its 95% interval excludes 0" if excludes else ""
-        note += (
-            ", every seed exactly the same: check that the edits differ"
-            if row.sd == 0 == row.difference
-            else ""
-        )
+        note += ", every seed exactly the same: check that the edits differ" if row.sd == 0 == row.difference else ""
         return f"{name} is equivalent within ± {bound:g}{note} ({interval})"
     if row.verdict == "undecided":
         holm = "which excludes 0 only before Holm's correction; " * bool(row.low95 > 0 or row.high95 < 0)
@@ -378,9 +322,7 @@ class LocalizationEffect:
     def sentence(self) -> str:
         """The result in one sentence."""
         if math.isnan(self.spearman):
-            return (
-                f"Too few or constant values ({self.n} pairs of fact and layer) to relate them to unlearning."
-            )
+            return f"Too few or constant values ({self.n} pairs of fact and layer) to relate them to unlearning."
         r2 = self.r2.adjusted
         return (
             f"Across {self.n_facts} facts and {self.n_layers} layers, the causal effect of a layer and the "
