@@ -14,16 +14,42 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from locus.verdict import Verdict
+
 ARMS = {
     "top": "located (top)",
+    "oracle": "true location (oracle)",
     "random": "random, same size",
+    "random-uniform": "random, any layers",
+    "decoy": "decoy",
+    "revert": "set back (revert)",
     "bottom": "lowest scored (bottom)",
+    "complement": "all but the location",
     "kind": "all of the kind",
     "all": "all parameters",
-    "none": "original model",
+    "none": "before unlearning",
+    "retain": "never taught them (θ_r)",
+    "pretrained": "before all teaching (θ_p)",
 }
-# Okabe and Ito's colors that can be told apart by the color-blind, on light and on dark ground.
-COLORS = ["#D55E00", "#8E8E8E", "#4AA3DF", "#CC79A7", "#009E73", "#E69F00"]
+# Okabe and Ito's colors that can be told apart by the color-blind, on light and on dark ground; then some of Tol's.
+COLORS = {
+    "top": "#D55E00",
+    "oracle": "#0072B2",
+    "random": "#8E8E8E",
+    "random-uniform": "#B09FC0",
+    "decoy": "#999933",
+    "revert": "#AA4499",
+    "bottom": "#4AA3DF",
+    "complement": "#A6761D",
+    "kind": "#CC79A7",
+    "all": "#009E73",
+    "none": "#E69F00",
+    "retain": "#2E8B40",
+    "pretrained": "#8A6FDF",
+}
+# Models that nothing is edited in: a point in a trade-off, a number in a caption.
+UNEDITED = ("none", "retain", "pretrained")
+DRAWN = ("random", "random-uniform")
 # Without the ends that vanish on dark and on light ground.
 VIRIDIS = alt.SchemeParams(name="viridis", extent=[0.2, 0.93])
 MOST_POINTS = 4000
@@ -40,18 +66,34 @@ class Figure:
     alt: str
 
 
+def place(arm: str) -> int:
+    """Where an arm stands in charts and tables; unknown ones are last."""
+    return list(ARMS).index(arm) if arm in ARMS else len(ARMS)
+
+
 def whole_runs(table: pd.DataFrame) -> pd.DataFrame:
-    """Numbers of whole runs, with the settings filled in."""
-    wanted = ("localizer", "arm", "objective", "seed", "draw", "step", "metric", "value", "status")
+    """Numbers of whole runs, attacked ones too, with the settings filled in."""
+    wanted = ("localizer", "arm", "objective", "seed", "draw", "step", "metric", "value", "status", "attack")
     whole = table.reindex(columns=[*wanted, *(c for c in table.columns if c not in wanted)])
-    for name in ("localizer", "objective", "status"):
+    for name in ("localizer", "objective", "status", "attack"):
         whole[name] = whole[name].astype(object).where(whole[name].notna(), "")
     return whole[whole.step == -1]
 
 
+def unattacked(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of runs as they were left, without those of a later attack."""
+    return table[table.attack.fillna("") == ""] if "attack" in table.columns else table
+
+
 def tradeoffs(table: pd.DataFrame) -> Iterator[Figure]:
-    """One chart an objective and localizer: forget against retain strength, each arm's mean over seeds."""
-    rows = table.reindex(columns=["localizer", "arm", "objective", "seed", "draw", "step", "metric", "value"])
+    """One chart an objective and localizer: forget against retain strength, each arm's mean over seeds.
+
+    In a controlled study one chart an objective has the arms without a localizer, and each localizer's has its own
+    arms beside the true location and its random controls.
+    """
+    rows = unattacked(table).reindex(
+        columns=["localizer", "arm", "objective", "seed", "draw", "step", "metric", "value"]
+    )
     rows = rows[rows.metric.isin(["forget_strength", "retain_strength"]) & (rows.step >= 0)]
     rows = rows.fillna({"localizer": "", "objective": ""})
     if rows.empty:
@@ -72,8 +114,14 @@ def tradeoffs(table: pd.DataFrame) -> Iterator[Figure]:
     every = math.ceil(mean.step.nunique() / MOST_STEPS)
     mean = mean[mean.step.isin(np.sort(mean.step.unique())[::every])]
     for objective in [o for o in mean.objective.unique() if o]:
-        for localizer in [n for n in mean.localizer.unique() if n] or [""]:
-            own = mean[mean.objective.isin([objective, ""]) & mean.localizer.isin([localizer, ""])]
+        here = mean[mean.objective.isin([objective, ""])]
+        localizers = [n for n in here.localizer.unique() if n]
+        controlled = (here.arm == "oracle").any()
+        for localizer in ["", *localizers] if controlled else localizers or [""]:
+            beside = here.localizer == ""
+            if controlled and localizer:
+                beside &= here.arm.isin(["oracle", "random", *UNEDITED])
+            own = here[beside | (here.localizer == localizer)]
             yield _tradeoff(own, f"{localizer} · {objective}".strip(" ·"), n_seeds)
 
 
@@ -99,7 +147,7 @@ def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
         picked = alt.condition(pick, alt.value(opacity), alt.value(0.05))
         return alt.Chart(_data(rows.loc[some, columns])).encode(**channels, opacity=picked)
 
-    random, original = rows.arm == "random", rows.arm == "none"
+    random, original = rows.arm.isin(DRAWN), rows.arm.isin(UNEDITED)
     order = alt.Order("step:Q")
     chart = alt.layer(
         layer(random, 0.4).encode(order=order).mark_line(strokeWidth=1).add_params(pick),
@@ -112,7 +160,7 @@ def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
         _sized(chart, 340),
         f"n = {n_seeds} seed{'s' * (n_seeds != 1)}; a line is the mean over the seeds at each step, "
         "as far as every seed goes, and has no interval of its own: the "
-        f"{rows.draw[random].nunique()} thin lines, one a random draw, show the spread. "
+        f"{rows.line[random].nunique()} thin lines, one a random draw, show the spread. "
         "The upper right corner is best. Click an arm in the legend to see it alone.",
         "Forget strength against retain strength while unlearning. Last points: "
         + "; ".join(f"{name}: retain {r:.2f}, forget {f:.2f}" for name, r, f in ends.itertuples()),
@@ -121,13 +169,15 @@ def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
 
 def areas(table: pd.DataFrame) -> Iterator[Figure]:
     """One chart an objective: AUES of every arm, with its interval, its seeds and its random draws."""
-    whole = whole_runs(table)
+    whole = unattacked(whole_runs(table))
     rows = whole[(whole.metric == "aues") & whole.value.notna()]
-    # The original model is a number in the caption: on the axis it would press all else together.
-    floor = rows[rows.arm == "none"].value.mean()
-    rows = rows[rows.arm != "none"]
-    for objective in rows.objective.unique():
-        own = rows[rows.objective == objective]
+    # Models that are not edited are numbers in the caption: on the axis they would press all else together.
+    fixed = rows[rows.arm.isin(UNEDITED)].groupby("arm", sort=False).value.mean()
+    beside = ", ".join(f"{ARMS[arm]} has {value:.3f}" for arm, value in fixed.items())
+    rows = rows[~rows.arm.isin(UNEDITED)]
+    for objective in [o for o in rows.objective.unique() if o] or rows.objective.unique():
+        own = rows[rows.objective.isin([objective, ""])]
+        own = own.assign(place=own.arm.map(place)).sort_values(["localizer", "place"], kind="stable")
         own = own.assign(shown=own.arm.map(ARMS).fillna(own.arm))
         own["row"] = np.where(own.localizer == "", own.shown, own.localizer + ": " + own.shown)
         seeds = own.groupby(["row", "shown", "arm", "seed"], sort=False).value.mean().reset_index()
@@ -136,10 +186,10 @@ def areas(table: pd.DataFrame) -> Iterator[Figure]:
         n = seeds.seed.nunique()
         yield Figure(
             str(objective),
-            _forest(own[own.arm == "random"].head(MOST_POINTS), seeds, means),
+            _forest(own[own.arm.isin(DRAWN)].head(MOST_POINTS), seeds, means),
             f"Filled: mean over n = {n} seed{'s' * (n != 1)}; line: its 95% interval (Student's t over seeds"
             f"{', none for one seed' if n == 1 else ''}); rings: seeds; ticks: single random draws."
-            + (f" The original model has {floor:.3f}." if math.isfinite(floor) else ""),
+            + (f" Not edited: {beside}." if beside else ""),
             f"AUES by arm, {objective}: "
             + "; ".join(f"{r.row} {r.mean:.3f} {interval(r.low, r.high)}" for r in means.itertuples()),
         )
@@ -167,6 +217,99 @@ def _forest(draws: pd.DataFrame, seeds: pd.DataFrame, means: pd.DataFrame) -> al
         ),
     )
     return _sized(chart, max(120, 34 * len(means)))
+
+
+def differences(judged: Verdict) -> Figure:
+    """Each comparison of a verdict: the mean difference with its intervals, against the bound that counts as none."""
+    rows = judged.rows.dropna(subset=["difference"])
+    names = [name for name in ("localizer", "objective", "attack") if name in rows]
+    labels = [" · ".join(str(row[name]) for name in names if row[name]) for row in rows.to_dict("records")]
+    rows = rows.assign(row=labels, edge=judged.bound)
+    metric = judged.metric.upper() if judged.metric == "aues" else judged.metric.replace("_", " ")
+    shown = ["row", "verdict", "n", "difference", "low90", "high90", "low95", "high95", "edge"]
+    scale = alt.Scale(zero=True, nice=True)
+    base = alt.Chart(_data(rows[shown])).encode(
+        y=alt.Y("row:N", title=None, sort=labels, axis=alt.Axis(labelLimit=190)),
+        tooltip=[alt.Tooltip(name, format=".4~g") for name in ("n:Q", "difference:Q", "low95:Q", "high95:Q")],
+    )
+    ends = alt.Chart(alt.Data(values=[{"low": -judged.bound, "high": judged.bound, "none": 0}]))
+    title = f"{judged.arm} minus {judged.control}, {metric}"
+    chart = alt.layer(
+        ends.mark_rect(opacity=0.15, color=COLORS["random"]).encode(
+            x=alt.X("low:Q", scale=scale, title=title), x2="high"
+        ),
+        ends.mark_rule(strokeDash=[4, 3], color=COLORS["random"]).encode(x="none:Q"),
+        base.mark_rule(strokeWidth=1.5, color=COLORS["oracle"]).encode(x="low95:Q", x2="high95:Q"),
+        base.mark_rule(strokeWidth=5, opacity=0.6, color=COLORS["oracle"]).encode(x="low90:Q", x2="high90:Q"),
+        base.mark_point(filled=True, size=90, opacity=1, color=COLORS["oracle"]).encode(x="difference:Q"),
+    )
+    looks = ", corrected for the looks" if judged.looks else ""
+    return Figure(
+        "The difference, and what counts as none",
+        _sized(chart, max(110, 40 * len(rows))),
+        f"Point: mean over n = {_span(rows.n)} seeds; thick: 90% interval, thin: 95% interval{looks}; band: ± "
+        f"{judged.bound:g}. Equivalent where the thick line stays inside the band.",
+        f"{title}: "
+        + "; ".join(f"{r.row} {r.difference:+.3f} {interval(r.low95, r.high95, '+.3f')}" for r in rows.itertuples()),
+    )
+
+
+def paired_seeds(table: pd.DataFrame, judged: Verdict) -> Iterator[Figure]:
+    """One chart an objective and localizer: each seed's arm beside the mean of its random draws."""
+    whole = unattacked(whole_runs(table))
+    rows = whole[(whole.metric == judged.metric) & whole.arm.isin([judged.arm, judged.control]) & whole.value.notna()]
+    rows = rows.assign(shown=rows.arm.map(ARMS).fillna(rows.arm))
+    for (objective, localizer), own in rows[rows.arm == judged.arm].groupby(["objective", "localizer"], sort=False):
+        control = rows[(rows.arm == judged.control) & rows.objective.isin([objective, ""])]
+        control = control[control.localizer.isin([localizer, ""])]
+        draws = control[control.seed.isin(own.seed)]
+        wide = own[["seed", "value"]].merge(draws.groupby("seed").value.mean().rename("control").reset_index())
+        if len(wide):
+            title = f"{localizer} · {objective}".strip(" ·")
+            yield _paired(title, judged, pd.concat([own, draws]), wide.assign(difference=wide.value - wide.control))
+
+
+def _paired(title: str, judged: Verdict, rows: pd.DataFrame, wide: pd.DataFrame) -> Figure:
+    metric = judged.metric.upper() if judged.metric == "aues" else judged.metric.replace("_", " ")
+    means = rows.groupby(["seed", "arm", "shown"], sort=False).value.mean().reset_index()
+
+    def layer(frame: pd.DataFrame, x: str, *more: str, **channels: Any) -> alt.Chart:
+        columns = ["seed", *(name.split(":")[0] for name in more), *(["shown"] if "shown" in frame else [])]
+        return alt.Chart(_data(frame[columns])).encode(
+            x=alt.X(x, title=metric, scale=alt.Scale(zero=False, nice=True)),
+            y=alt.Y("seed:O", title="seed"),
+            tooltip=[alt.Tooltip(name, format=".4~g") for name in ("seed:Q", *more)],
+            **channels,
+        )
+
+    color = _color(rows.arm)
+    chart = alt.layer(
+        layer(rows[rows.arm == judged.control], "value:Q", "draw:Q", "value:Q", color=color).mark_tick(
+            opacity=0.4, thickness=1
+        ),
+        layer(wide, "control:Q", "control:Q", "value:Q", "difference:Q", x2="value:Q").mark_rule(
+            color=COLORS["random"], strokeWidth=1.5
+        ),
+        layer(means, "value:Q", "value:Q", color=color).mark_point(filled=True, size=60, opacity=1),
+    )
+    above, n = int((wide.difference > 0).sum()), len(wide)
+    mean, low, high = summary(wide.difference)[1:]
+    draws = rows[rows.arm == judged.control].groupby("seed").draw.nunique()
+    return Figure(
+        title,
+        _sized(chart, max(120, 22 * n)),
+        f"n = {n} seed{'s' * (n != 1)}: points are {ARMS.get(judged.arm, judged.arm)} and the mean of "
+        f"{_span(draws)} random draws (ticks) of the same seed. {above} of {n} seeds are above; mean difference "
+        f"{mean:+.3f}, 95% interval {interval(low, high, '+.3f') or 'none'} (Student's t, for these seeds alone).",
+        f"{metric} of {judged.arm} and {judged.control}, seed by seed: "
+        + "; ".join(f"seed {r.seed}: {r.value:.3f} and {r.control:.3f}" for r in wide.itertuples()),
+    )
+
+
+def _span(numbers: pd.Series) -> str:
+    """The number, or the least and the most of several."""
+    low, high = numbers.min(), numbers.max()
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def layer_scatter(scan: pd.DataFrame) -> Figure:
@@ -233,17 +376,14 @@ def layer_maps(scan: pd.DataFrame) -> list[Figure]:
             )
         )
         best = by_layer[name].idxmax() if by_layer[name].notna().any() else "none"
-        left = (
-            f" (the first {len(facts)} of {scan.fact.nunique()})" if len(facts) < scan.fact.nunique() else ""
-        )
+        left = f" (the first {len(facts)} of {scan.fact.nunique()})" if len(facts) < scan.fact.nunique() else ""
         figures.append(
             Figure(
                 title,
                 _sized(chart, max(120, 16 * means.layer.nunique())),
                 f"n = {len(facts)} facts{left} in {means.layer.nunique()} layers, mean over {_seeds(scan)}, "
                 f"single values without interval. Largest mean over the facts: layer {best}.",
-                f"{title}, mean of each layer: "
-                + "; ".join(f"layer {i}: {v:.3f}" for i, v in by_layer[name].items()),
+                f"{title}, mean of each layer: " + "; ".join(f"layer {i}: {v:.3f}" for i, v in by_layer[name].items()),
             )
         )
     return figures
@@ -264,8 +404,8 @@ def interval(low: float, high: float, shape: str = ".3f") -> str:
 
 
 def _color(arms: pd.Series, *, legend: bool = True) -> alt.Color:
-    names = [arm for arm in ARMS if arm in set(arms)] + sorted(set(arms) - set(ARMS))
-    colors = [COLORS[list(ARMS).index(arm)] if arm in ARMS else "#B0B000" for arm in names]
+    names = sorted(set(arms), key=lambda arm: (place(arm), arm))
+    colors = [COLORS.get(arm, "#B0B000") for arm in names]
     scale = alt.Scale(domain=[ARMS.get(arm, arm) for arm in names], range=colors)
     shown = alt.Legend(orient="bottom", columns=2, labelLimit=180) if legend else None
     return alt.Color("shown:N", scale=scale, title=None, legend=shown)

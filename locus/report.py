@@ -18,24 +18,42 @@ from markupsafe import Markup
 
 from locus.charts import (
     ARMS,
+    UNEDITED,
     Figure,
     areas,
+    differences,
     interval,
     layer_maps,
     layer_scatter,
+    paired_seeds,
+    place,
     summary,
     tradeoffs,
+    unattacked,
     whole_runs,
 )
 from locus.evaluate import DIRECTION
 from locus.folder import write
-from locus.verdict import Verdict, localization_effect, verdict
+from locus.sequential import Looks
+from locus.verdict import Verdict, contrasts, localization_effect, primary_arm, verdict
 
-MAIN = ["aues", "forget_at_95", "utility", "drift", "update_norm", "learning_rate", "n_parameters"]
+MAIN = [
+    *("aues", "forget_at_95", "mu95", "forget_quality", "utility", "drift", "distance_to_retained"),
+    *("distance_to_planted", "update_norm", "learning_rate", "n_parameters"),
+]
+STAGES = {
+    "pretrained": "θ_p, before all teaching",
+    "retain": "θ_r, taught what is kept",
+    "none": "θ_o, then taught what is to be forgotten",
+}
+STRENGTHS = [f"{part}_extraction_strength" for part in ("forget", "retain", "holdout", "other")]
 
 
 def report(run: str | Path) -> Path:
     """Write `report.html` into a run folder and return its path.
+
+    A table with the arm "oracle" is a controlled study: its page has the true location against random regions seed by
+    seed, how well each stage of the teaching knew its facts, the secondary contrasts and what came back under attack.
 
     run: a folder with table.parquet, and, where there are such, settings.json and layer_scan.parquet
     """
@@ -52,43 +70,43 @@ def report(run: str | Path) -> Path:
         try:
             settings = json.loads((run / "settings.json").read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(
-                f"report: {run / 'settings.json'} is damaged ({error}); delete it or run again."
-            ) from None
+            raise ValueError(f"report: {run / 'settings.json'} is damaged ({error}); delete it or run again.") from None
     text = page(table, scan=scan, settings=settings)
     write(run / "report.html", lambda path: path.write_text(text, encoding="utf-8"))
     return run / "report.html"
 
 
-def page(
-    table: pd.DataFrame, *, scan: pd.DataFrame | None = None, settings: dict[str, Any] | None = None
-) -> str:
+def page(table: pd.DataFrame, *, scan: pd.DataFrame | None = None, settings: dict[str, Any] | None = None) -> str:
     """The page as HTML.
 
     table: tidy rows as of a study
     scan: columns layer, fact, effect, unlearning, or None
-    settings: what settings.json holds; `verdict rule` gives the bound, `tuning` the rates tried
+    settings: what settings.json holds; `verdict rule` gives the bound and, where seeds were added until it was
+        decided, the `looks`; `tuning` the rates tried
     """
     settings = settings or {}
     rule = settings.get("verdict rule") or {}
     judged, sentence = _judge(table, rule)
-    whole = whole_runs(table)
-    blocks = [
-        (name, value) for name, value in settings.items() if name != "tuning" and isinstance(value, dict)
-    ]
-    blocks += (
-        [("other", rest)] if (rest := {k: v for k, v in settings.items() if not isinstance(v, dict)}) else []
-    )
+    everything = whole_runs(table)
+    whole = unattacked(everything)
+    controlled = primary_arm(table) == "oracle"
+    pairs = judged if controlled and judged and judged.rows.difference.notna().any() else None
+    blocks = [(name, value) for name, value in settings.items() if name != "tuning" and isinstance(value, dict)]
+    blocks += [("other", rest)] if (rest := {k: v for k, v in settings.items() if not isinstance(v, dict)}) else []
     effect = localization_effect(scan) if scan is not None and len(scan) else None
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["spec"] = _spec
     template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(
-        title=" · ".join(str(v) for name in ("model", "facts") for v in _values(table, name))
-        or "empty table",
+        title=" · ".join(str(v) for name in ("model", "facts") for v in _values(table, name)) or "empty table",
+        controlled=controlled,
         sentence=sentence,
-        bound=judged.bound if judged else None,
+        judged=judged,
         verdicts=_verdict_rows(judged) if judged else [],
+        paired=[differences(pairs), *paired_seeds(table, pairs)] if pairs else [],
+        secondary=_secondary(contrasts(table, metric=pairs.metric)) if pairs else [],
+        strengths=_strengths(whole) if controlled else {},
+        recovery=_recovery(everything),
         tradeoffs=[*tradeoffs(table)],
         arms=[*areas(table)],
         effect=effect,
@@ -96,7 +114,7 @@ def page(
         scatter=None if effect is None else layer_scatter(scan),
         heat=[] if effect is None else layer_maps(scan),
         results=_results(whole, [m for m in MAIN if m in set(whole.metric)]),
-        everything=_results(whole, sorted(set(whole.metric) - set(MAIN))),
+        everything=_results(whole, sorted({m for m in set(whole.metric) - set(MAIN) if "recovery" not in m})),
         statuses=_statuses(whole),
         tuning=_tuning(settings.get("tuning") or {}),
         settings=[(name, [(k, _plain(v)) for k, v in value.items()]) for name, value in blocks],
@@ -114,8 +132,11 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _judge(table: pd.DataFrame, rule: dict[str, Any]) -> tuple[Verdict | None, str]:
+    given: dict[str, Any] = {name: rule[name] for name in ("arm", "control", "min_seeds", "min_draws") if name in rule}
     try:
-        judged = verdict(table, bound=float(rule.get("bound", 0.02)), metric=str(rule.get("metric", "aues")))
+        if looks := rule.get("looks"):
+            given["looks"] = Looks(tuple(looks["at"]), looks["spending"])
+        judged = verdict(table, bound=float(rule.get("bound", 0.02)), metric=str(rule.get("metric", "aues")), **given)
     except ValueError as error:
         return None, f"No verdict: {error}"
     return judged, judged.sentence
@@ -129,13 +150,17 @@ def _verdict_rows(judged: Verdict) -> list[dict[str, Any]]:
         rows.append(
             {
                 "what": " · ".join(
-                    str(row[name]) for name in ("localizer", "objective", "budget") if name in row
+                    str(row[name]) for name in ("localizer", "objective", "budget") if name in row and row[name] != ""
                 ),
                 "verdict": row["verdict"],
                 "difference": f"{row['difference']:+.3f}" if math.isfinite(row["difference"]) else "–",
                 "interval90": interval(row["low90"], row["high90"], "+.3f"),
                 "interval95": interval(row["low95"], row["high95"], "+.3f"),
                 "n": row["n"],
+                "tests": [
+                    _test(name, row[f"p_{column}"], row[f"level_{column}"])
+                    for name, column in (("none", "equivalent"), ("some", "different"))
+                ],
                 "rank": f"above {row['above']} of {row['of']}",
                 "wilcoxon": f"{wilcoxon:.3f}" if math.isfinite(wilcoxon) else "–",
                 "need": " / ".join(f"{n:.0f}" for n in need) if all(map(math.isfinite, need)) else "–",
@@ -144,20 +169,70 @@ def _verdict_rows(judged: Verdict) -> list[dict[str, Any]]:
     return rows
 
 
-def _results(whole: pd.DataFrame, metrics: list[str]) -> dict[str, Any]:
+def _test(name: str, p: float, level: float) -> str:
+    """A p-value beside the level that it had to be below, after Holm's method and the looks."""
+    return f"{name}: {p:.2g} {'<' if p < level else '≥'} {level:.2g}" if math.isfinite(p) else ""
+
+
+def _secondary(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Secondary contrasts as words: what minus what, in which metric, and the difference with its interval."""
+    named = [name for name in ("localizer", "objective", "attack") if name in rows]
+    found = []
+    for row in rows.to_dict("records"):
+        better = DIRECTION.get(row["metric"], "")
+        found.append(
+            {
+                "what": f"{ARMS.get(row['arm'], row['arm'])} − {ARMS.get(row['control'], row['control'])}",
+                "where": " · ".join(str(row[name]) for name in named if row[name]),
+                "metric": row["metric"].replace("_", " ") + {"higher": " ↑", "lower": " ↓"}.get(better, ""),
+                "difference": f"{row['difference']:+.3f}",
+                "interval": interval(row["low95"], row["high95"], "+.3f") or "–",
+                "n": row["n"],
+                "draws": row["draws"],
+            }
+        )
+    return found
+
+
+def _strengths(whole: pd.DataFrame) -> dict[str, Any]:
+    """How well θ_p, θ_r and θ_o know each part of the facts, and what planting cost: θ_r − θ_o of the same seed."""
+    rows = whole[whole.arm.isin(STAGES) & whole.metric.isin(STRENGTHS)]
+    wide = rows.pivot_table(index="seed", columns=["arm", "metric"], values="value")
+    stages = [(name, wide[arm]) for arm, name in STAGES.items() if arm in wide]
+    if not stages:
+        return {}
+    if {"retain", "none"} <= set(rows.arm):
+        stages.append(("θ_r − θ_o", wide["retain"] - wide["none"]))
+    metrics = [m for m in STRENGTHS if m in set(rows.metric)]
+    return {
+        "heads": [m.removesuffix("_extraction_strength") for m in metrics],
+        "n": len(wide),
+        "rows": [
+            (name, [_cell(summary(found[m])) if m in found else ("–", "") for m in metrics]) for name, found in stages
+        ],
+    }
+
+
+def _recovery(whole: pd.DataFrame) -> dict[str, Any]:
+    """What came back under attack, by arm and attack."""
+    attacked = whole[(whole.attack != "") | whole.metric.str.startswith("recovery")]
+    metrics = sorted(set(attacked.metric), key=lambda m: (not m.startswith("recovery"), m))
+    return _results(attacked, metrics, by="attack")
+
+
+def _results(whole: pd.DataFrame, metrics: list[str], *, by: str | None = None) -> dict[str, Any]:
     """Mean and 95% interval over the seeds (draws averaged within a seed first), one arm a row."""
     rows = whole[whole.metric.isin(metrics)]
     if rows.empty:
         return {}
-    key = ["objective", "localizer", "arm"]
+    rows = rows.assign(more=rows[by] if by else "")
+    key = ["objective", "localizer", "arm", "more"]
     seeds = rows.groupby([*key, "seed", "metric"], sort=False).value.mean().reset_index()
     cells = seeds.groupby([*key, "metric"], sort=False).value.agg(summary).to_dict()
     draws = rows.groupby(key, sort=False).draw.nunique().to_dict()
     lines = []
-    for objective, localizer, arm in sorted(
-        draws, key=lambda k: (k[0], k[1], list(ARMS).index(k[2]) if k[2] in ARMS else 9)
-    ):
-        own = [cells.get((objective, localizer, arm, metric)) for metric in metrics]
+    for objective, localizer, arm, extra in sorted(draws, key=lambda k: (k[0], k[3], k[1], place(k[2]))):
+        own = [cells.get((objective, localizer, arm, extra, metric)) for metric in metrics]
         n = max((cell[0] for cell in own if cell), default=0)
         lines.append(
             {
@@ -165,15 +240,14 @@ def _results(whole: pd.DataFrame, metrics: list[str]) -> dict[str, Any]:
                 "localizer": localizer or "–",
                 "objective": objective or "–",
                 "n": n,
-                "draws": draws[objective, localizer, arm],
+                "more": extra or "–",
+                "draws": draws[objective, localizer, arm, extra],
                 "cells": [_cell(cell) for cell in own],
             }
         )
     words = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
-    heads = [
-        (m.replace("_", " "), *words.get(DIRECTION.get(m, ""), ("", "no better direction"))) for m in metrics
-    ]
-    return {"heads": heads, "rows": lines}
+    heads = [(m.replace("_", " "), *words.get(DIRECTION.get(m, ""), ("", "no better direction"))) for m in metrics]
+    return {"heads": heads, "rows": lines, "by": by}
 
 
 def _cell(cell: tuple[int, float, float, float] | None) -> tuple[str, str]:
@@ -186,19 +260,15 @@ def _cell(cell: tuple[int, float, float, float] | None) -> tuple[str, str]:
 
 def _statuses(whole: pd.DataFrame) -> dict[str, Any]:
     """How many runs ended how, by arm."""
-    runs = whole[whole.arm != "none"].drop_duplicates(["objective", "localizer", "arm", "seed", "draw"])
+    runs = whole[~whole.arm.isin(UNEDITED)].drop_duplicates(["objective", "localizer", "arm", "seed", "draw"])
     runs = runs.assign(status=runs.status.where(runs.status != "", "unknown"))
     if runs.empty:
         return {}
     counts = runs.groupby(["arm", "status"]).size().unstack(fill_value=0)
-    counts = counts.reindex(
-        [arm for arm in [*ARMS, *counts.index.difference(list(ARMS))] if arm in counts.index]
-    )
+    counts = counts.reindex([arm for arm in [*ARMS, *counts.index.difference(list(ARMS))] if arm in counts.index])
     bad = int((runs.status != "finished").sum())
     return {
-        "sentence": f"{bad} of {len(runs)} runs did not simply finish."
-        if bad
-        else f"All {len(runs)} runs finished.",
+        "sentence": f"{bad} of {len(runs)} runs did not simply finish." if bad else f"All {len(runs)} runs finished.",
         "heads": list(counts.columns),
         "rows": [(ARMS.get(arm, arm), row.tolist()) for arm, row in counts.iterrows()],
     }
@@ -209,7 +279,7 @@ def _tuning(tuning: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for objective, kinds in tuning.items():
         for kind, found in kinds.items() if isinstance(kinds, dict) else ():
-            grid = found.get("grid", {}) if isinstance(found, dict) else {}
+            grid = found.get("mean AUES by rate", {}) if isinstance(found, dict) else {}
             chosen = found.get("chosen") if isinstance(found, dict) else None
             tried = [
                 (
@@ -219,9 +289,7 @@ def _tuning(tuning: dict[str, Any]) -> list[dict[str, Any]]:
                 )
                 for rate, value in grid.items()
             ]
-            rows.append(
-                {"objective": objective, "kind": kind, "tried": tried, "edge": bool(found.get("at edge"))}
-            )
+            rows.append({"objective": objective, "kind": kind, "tried": tried, "edge": bool(found.get("at the edge"))})
     return rows
 
 

@@ -7,9 +7,11 @@ import subprocess
 import numpy as np
 import pandas as pd
 import pytest
+from synthetic import standard, synthetic_study
 
 from locus import charts
 from locus.report import page, report
+from locus.verdict import verdict
 
 NASTY = "</script><script>alert(1)</script> & “x”"
 
@@ -19,15 +21,11 @@ def table(n_seeds: int = 3, draws: int = 6, steps: int = 8, localizers=("A", "B"
     rows = []
 
     def run(localizer: str, arm: str, objective: str, seed: int, draw: int, area: float):
-        head = dict(
-            model="tiny", facts="biographies", localizer=localizer, arm=arm, kind="neuron", budget=0.05
-        )
+        head = dict(model="tiny", facts="biographies", localizer=localizer, arm=arm, kind="neuron", budget=0.05)
         head |= dict(objective=objective, seed=seed, draw=draw, status="finished")
         for step in range(steps if arm != "none" else 1):
             rows.append(head | dict(step=step, metric="forget_strength", value=1 - 0.7**step))
-            rows.append(
-                head | dict(step=step, metric="retain_strength", value=0.9 - 0.01 * step**2 * (1.6 - area))
-            )
+            rows.append(head | dict(step=step, metric="retain_strength", value=0.9 - 0.01 * step**2 * (1.6 - area)))
         numbers = dict(aues=area, drift=0.25, update_norm=1.5, n_parameters=12345, learning_rate=0.003)
         for metric, value in (numbers | dict(forget_probability=0.125, forget_quality=np.nan)).items():
             rows.append(head | dict(step=-1, metric=metric, value=value))
@@ -48,9 +46,7 @@ def table(n_seeds: int = 3, draws: int = 6, steps: int = 8, localizers=("A", "B"
 def scan(n_facts: int = 9, n_layers: int = 5, name: str = "fact"):
     rng = np.random.default_rng(1)
     rows = [
-        (layer, f"{name} {i}", rng.normal(), layer + rng.normal())
-        for i in range(n_facts)
-        for layer in range(n_layers)
+        (layer, f"{name} {i}", rng.normal(), layer + rng.normal()) for i in range(n_facts) for layer in range(n_layers)
     ]
     return pd.DataFrame(rows, columns=["layer", "fact", "effect", "unlearning"])
 
@@ -60,8 +56,8 @@ SETTINGS = {
     "verdict rule": {"bound": 0.04, "metric": "aues"},
     "tuning": {
         "NPO": {
-            "masked": {"grid": {"0.001": 0.4, "0.003": 0.625}, "chosen": 0.003, "at edge": True},
-            "all": {"grid": {"0.0003": 0.5}, "chosen": 0.0003, "at edge": False},
+            "masked": {"mean AUES by rate": {"0.001": 0.4, "0.003": 0.625}, "chosen": 0.003, "at the edge": True},
+            "all": {"mean AUES by rate": {"0.0003": 0.5}, "chosen": 0.0003, "at the edge": False},
         }
     },
 }
@@ -84,8 +80,7 @@ def words(text: str) -> str:
 
 def specs(text: str) -> list[dict]:
     return [
-        json.loads(s)
-        for s in re.findall(r'<script type="application/json" class="spec">(.*?)</script>', text, re.S)
+        json.loads(s) for s in re.findall(r'<script type="application/json" class="spec">(.*?)</script>', text, re.S)
     ]
 
 
@@ -105,9 +100,7 @@ def made(tmp_path_factory) -> str:
 
 def test_the_page_says_what_the_study_found(made):
     text = words(made)
-    assert text.index("Editing the located components against random ones") < text.index(
-        "Forgetting against keeping"
-    )
+    assert text.index("Editing the located components against random ones") < text.index("Forgetting against keeping")
     assert "is equivalent within ± 0.04" in text  # the bound that the study fixed beforehand
     assert "Spearman correlation of" in text and "adjusted R²" in text
     assert "All 54 runs finished" in text
@@ -119,9 +112,7 @@ def test_the_page_says_what_the_study_found(made):
 
 
 def test_the_page_asks_nothing_of_the_network(made):
-    outside = re.sub(
-        r"<script>.*?</script>", "", made, flags=re.S
-    )  # vega's own code names its homepage in strings
+    outside = re.sub(r"<script>.*?</script>", "", made, flags=re.S)  # vega's own code names its homepage in strings
     outside = re.sub(r'"\$schema": ?"[^"]*"', "", outside)
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?:", outside.replace("img-src data: blob:", ""))
     assert "default-src 'none'" in made
@@ -164,20 +155,14 @@ def test_areas_show_the_interval_over_seeds():
         pytest.approx(0.6 - 4.3027 * 0.1 / 3**0.5, abs=1e-4),
         pytest.approx(0.848414, abs=1e-4),
     )
-    assert "original model has 0.000" in figure.caption
+    assert "before unlearning has 0.000" in figure.caption
     assert charts.summary(pd.Series([0.5, 0.7, np.nan]))[:2] == (2, pytest.approx(0.6))
 
 
 def test_names_are_escaped():
-    frame = (
-        table()
-        .assign(model=NASTY, facts=NASTY)
-        .replace({"localizer": {"A": NASTY}, "objective": {"NPO": NASTY}})
-    )
+    frame = table().assign(model=NASTY, facts=NASTY).replace({"localizer": {"A": NASTY}, "objective": {"NPO": NASTY}})
     frame.loc[frame.arm == "bottom", "status"] = NASTY
-    text = page(
-        frame, scan=scan(name=NASTY), settings={"settings": {NASTY: NASTY}, NASTY: 3, "tuning": {NASTY: {}}}
-    )
+    text = page(frame, scan=scan(name=NASTY), settings={"settings": {NASTY: NASTY}, NASTY: 3, "tuning": {NASTY: {}}})
     assert "<script>alert" not in text and NASTY in words(text)
     assert any(NASTY in json.dumps(spec, ensure_ascii=False) for spec in specs(text))
 
@@ -234,11 +219,118 @@ def test_folders_that_are_no_study(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_browser_draws_every_chart(tmp_path):
+# ------------------------------------------------------------------------------------------------ controlled
+
+
+CONTROLLED = {"NPO": standard(0.05, 0.02, 8), "WGA": standard(0.0, 0.01, 8)}
+RULE = {
+    "settings": {"model": "synthetic"},
+    "verdict rule": {"bound": 0.03, "looks": {"at": [4, 8, 12], "spending": "obrien-fleming"}},
+}
+
+
+@pytest.fixture(scope="module")
+def controlled(tmp_path_factory) -> str:
+    out = folder(tmp_path_factory.mktemp("controlled"), synthetic_study(CONTROLLED), settings=RULE)
+    return report(out).read_text(encoding="utf-8")
+
+
+def test_the_page_of_a_controlled_study(controlled):
+    text = words(controlled)
+    assert "Does the true location help?" in text and "single layers" not in text
+    assert "Editing the true location (oracle) against random regions of the same size apart from it: NPO" in text
+    assert "is equivalent within ± 0.03" in text and "NPO is better" in text
+    assert "After 8 of at most 12 seeds (look 2 of 3; tests and intervals are corrected for the looks) all is" in text
+    assert "corrected for the looks" in text and "looks at 4, 8, 12 seeds (obrien-fleming spending" in text
+    assert re.search(r"none: \S+ ≥ \S+; some: \S+ < \S+", text)
+    assert "Other contrasts" in text and "true location (oracle) − set back (revert)" in text
+    assert "located (top) − true location (oracle) A · WGA aues ↑" in text
+    found = specs(controlled)
+    # A forest of the differences, seeds and areas of each objective, and trade-offs: without and with each localizer.
+    assert len(found) == 1 + 2 + 2 + 2 * 3
+    assert all(layer["data"]["values"] for spec in found for layer in spec["layer"])
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", controlled, re.S)
+    assert len(captions) == len(found) and all("n = " in c and "seed" in c and "interval" in c for c in captions)
+
+
+def test_what_each_stage_knew(controlled):
+    text = words(controlled)
+    # θ_r holds 0.98 of the holdout and θ_o 0.90 to 0.97: planting cost 0.045 on average over eight seeds.
+    half = 2.3646 * np.std(0.01 * np.arange(8), ddof=1) / 8**0.5
+    cost = f"θ_r − θ_o -0.850 0.045 [{0.045 - half:.3f}, {0.045 + half:.3f}]"
+    assert "stage forget holdout" in text and cost in text
+    assert "θ_p, before all teaching 0.100 0.100" in text
+    some = synthetic_study(CONTROLLED)
+    some = words(page(some[some.arm != "pretrained"]))
+    assert "θ_r, taught what is kept" in some and "θ_p, before" not in some
+    none = synthetic_study(CONTROLLED)
+    assert "at each stage" not in words(page(none[~none.metric.str.endswith("extraction_strength")]))
+
+
+def test_what_came_back(controlled):
+    text = words(controlled)
+    assert "What came back under attack" in text
+    start = text.index("What came back under attack")
+    rows = text[start : text.index("Results", start)]
+    assert "recovery best" in rows and rows.index("recovery best") < rows.index("tested extraction strength")
+    assert "true location (oracle) – NPO full 8 1" in rows and "never taught them (θ_r) – – lora 8 1" in rows
+    assert "What came back" not in words(page(synthetic_study(CONTROLLED, attacks=())))
+    # An attack's own steps are no part of the trade-off.
+    assert not any(
+        row.get("forget_strength") == 0.123
+        for spec in specs(controlled)
+        for layer in spec["layer"]
+        for row in layer["data"]["values"]
+    )
+
+
+def test_seeds_are_paired_with_their_own_draws():
+    frame = synthetic_study(CONTROLLED)
+    judged = verdict(frame)
+    figures = list(charts.paired_seeds(frame, judged))
+    assert [figure.title for figure in figures] == ["NPO", "WGA"]
+    draws, lines, points = (layer["data"]["values"] for layer in figures[0].chart.to_dict()["layer"])
+    assert len(draws) == 8 * 3 and len(points) == 8 * 2
+    assert [line["difference"] for line in lines] == pytest.approx(CONTROLLED["NPO"], abs=2e-5)
+    assert "mean difference +0.050" in figures[0].caption and "3 random draws" in figures[0].caption
+    above = (CONTROLLED["WGA"] > 0).sum()
+    assert f"{above} of 8 seeds are above" in figures[1].caption
+    forest = charts.differences(judged).chart.to_dict()
+    ends = forest["layer"][0]["data"]["values"][0]
+    assert (ends["low"], ends["high"]) == (-0.02, 0.02)
+    row = forest["layer"][2]["data"]["values"][1]
+    assert row["row"] == "WGA" and row["low95"] == pytest.approx(judged.rows.low95[1], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "frame, expected",
+    [
+        (synthetic_study(CONTROLLED).query("arm == 'oracle'"), "No verdict: verdict compares arm 'oracle'"),
+        (synthetic_study({"NPO": [0.1]}), "descriptive: too few seeds"),
+        (synthetic_study(CONTROLLED).assign(value=np.nan), "no complete pair of runs"),
+        (synthetic_study(CONTROLLED).query("step >= 0"), "No verdict"),
+        (synthetic_study(CONTROLLED).query("step == -1"), "holds no trajectory"),
+        (synthetic_study(CONTROLLED).drop(columns=["attack", "status", "kind"]).query("metric == 'aues'"), "NPO is"),
+        (synthetic_study({"NPO": standard(0.0, 0.03, 4), "WGA": [0.0]}), "WGA is"),
+    ],
+    ids=["one arm", "one seed", "nan", "no runs", "no curves", "few columns", "an objective behind"],
+)
+def test_little_or_broken_controlled_tables_still_make_a_page(frame, expected):
+    assert expected in words(page(frame))
+
+
+def test_a_plan_of_looks_that_the_table_has_passed():
+    rule = {"verdict rule": {"looks": {"at": [4, 6], "spending": "pocock"}}}
+    assert "No verdict: Looks were planned at (4, 6) seeds" in words(page(synthetic_study(CONTROLLED), settings=rule))
+
+
+@pytest.mark.parametrize("study", ["compared", "controlled"])
+def test_a_browser_draws_every_chart(tmp_path, study):
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs Chromium")
-    path = report(folder(tmp_path, table(), scan(name=NASTY), SETTINGS))
+    compared = (table(), scan(name=NASTY), SETTINGS)
+    path = report(folder(tmp_path, *(compared if study == "compared" else (synthetic_study(CONTROLLED), None, RULE))))
     flags = [
         "--headless",
         "--no-sandbox",
@@ -249,5 +341,5 @@ def test_a_browser_draws_every_chart(tmp_path):
     flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
     flags += ["--virtual-time-budget=20000", "--dump-dom"]
     dom = subprocess.run([browser, *flags, path.as_uri()], capture_output=True, text=True, timeout=120).stdout
-    assert dom.count("<svg") >= 6 and dom.count('class="mark-rect') >= 2
+    assert dom.count("<svg") >= (6 if study == "compared" else 11) and 'class="mark-rect' in dom
     assert "located (top)" in dom and "alert(1)</script>" not in dom.split("<main>")[1].split("</main>")[0]
