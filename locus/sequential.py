@@ -1,8 +1,9 @@
 """Looks: when a study that adds seeds until it is decided may judge them, and how strictly.
 
-Judging again and again after more seeds finds something in the end, whether it is there or not. So the looks, the
-most seeds (the cap) and how the error is shared out are fixed before the first run, and each look tests at a level of
-its own, so that over all of them together a false claim is made at most alpha of the time.
+Judging again and again after more seeds finds something in the end, whether it is there or not: 15% of the time, not
+5%, at the five looks of Looks(). So the looks, the most seeds (the cap) and how the error is shared out are fixed
+before the first run, and each look tests at a level of its own, so that over all of them together a false claim is made
+at most alpha of the time.
 
 A spending function says how much of alpha may be used up when n of at most N seeds are in (Lan & DeMets 1983), with
 t = n / N:
@@ -16,6 +17,10 @@ normal statistics, claim too much (Rom & McTague 2020; up to 5.7% instead of 5% 
 joint distribution of the p-values of all looks is that of STUDIES simulated studies, always the same ones. Held at
 these levels, the tests of all looks together make a false claim alpha of the time, and intervals at these levels
 together cover as often as they say (repeated confidence intervals, Jennison & Turnbull 1989).
+
+That is so for normal differences. Measured with Looks() and its two spendings for other ones, instead of 5%: uniform
+5.3% and 6.5%, Student's t with 4 degrees of freedom 4.5% and 3.9%, exponential 10.8% and 14.6%. Early looks at skewed
+data mislead most, one reason why little is spent on them by default.
 
 Left out: stopping for futility, which costs power and decides nothing.
 """
@@ -34,6 +39,9 @@ STUDIES = 1_000_000
 @dataclass(frozen=True)
 class Looks:
     """The plan of a study that adds seeds until it is decided.
+
+    By default, where there is no difference and the paired sd is the bound, 98% of studies end as equivalent, after 14
+    seeds on average (12 fixed ones: 89%); with an sd of 1.5 times the bound it is 74% and 18 seeds.
 
     at: numbers of seeds at which it is judged; the last one is the cap
     spending: "obrien-fleming" or "pocock", how the error is shared out over the looks

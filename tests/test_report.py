@@ -276,12 +276,9 @@ def test_what_came_back(controlled):
     assert "true location (oracle) – NPO full 8 1" in rows and "never taught them (θ_r) – – lora 8 1" in rows
     assert "What came back" not in words(page(synthetic_study(CONTROLLED, attacks=())))
     # An attack's own steps are no part of the trade-off.
-    assert not any(
-        row.get("forget_strength") == 0.123
-        for spec in specs(controlled)
-        for layer in spec["layer"]
-        for row in layer["data"]["values"]
-    )
+    lines = next(charts.tradeoffs(synthetic_study(CONTROLLED))).chart.to_dict()["layer"][1]["data"]["values"]
+    oracle = next(row for row in lines if row["line"] == "oracle0" and row["step"] == 2)
+    assert oracle["forget_strength"] == pytest.approx(1 - 0.6**2)
 
 
 def test_seeds_are_paired_with_their_own_draws():
