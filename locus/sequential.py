@@ -56,6 +56,11 @@ class Looks:
         if self.spending not in ("obrien-fleming", "pocock"):
             raise ValueError(f'Looks got spending={self.spending!r}; expected "obrien-fleming" or "pocock".')
 
+    @classmethod
+    def until(cls, cap: int, spending: str = "obrien-fleming") -> "Looks":
+        """Looks at 5, 8 and then every 4 seeds up to a cap."""
+        return cls((*(n for n in (5, 8, *range(12, cap, 4)) if n < cap - 1), cap), spending)
+
     @property
     def cap(self) -> int:
         """The most seeds."""

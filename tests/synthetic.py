@@ -40,11 +40,11 @@ def synthetic_study(
         rows.extend(head | dict(step=-1, metric=metric, value=value) for metric, value in numbers.items())
         return head
 
-    def attacked(head: dict, back: float) -> None:
-        rows.append(head | dict(step=-1, metric="recovery_matched", value=back))
-        rows.append(head | dict(step=-1, metric="recovery_best", value=back / 2))
-        for name in attacks:
-            rows.append(head | dict(step=-1, attack=name, metric="tested_extraction_strength", value=back))
+    def attacked(head: dict, back: float, *points: str) -> None:
+        for name in (*attacks, "any") if attacks else ():
+            for metric in ("attacked", "recovery") if points else ("attacked",):
+                for point in points or ("",):
+                    rows.append(head | dict(step=-1, attack=name, metric=f"{metric}{point}", value=back))
             # An attack has steps of its own, which are no part of the trade-off.
             rows.append(head | dict(step=2, attack=name, metric="forget_strength", value=0.123))
 
@@ -53,7 +53,7 @@ def synthetic_study(
             head = run(arm, "", s, 0.05)
             for part, value in zip(("forget", "holdout"), knows, strict=True):
                 rows.append(head | dict(step=-1, metric=f"{part}_extraction_strength", value=value))
-            if attacks and arm != "pretrained":
+            if arm != "pretrained":
                 attacked(head, 0.2)
         run("revert", "", s, 0.9)
         for objective, values in differences.items():
@@ -61,10 +61,11 @@ def synthetic_study(
                 continue
             random = rng.normal(0.6, draw_sd, draws)
             head = run("oracle", objective, s, random.mean() + values[s])
-            if attacks:
-                attacked(head, 0.3)
+            attacked(head, 0.3 + 0.01 * s, "_matched", "_best")
             for draw, area in enumerate(random):
-                run("random", objective, s, area, draw=draw)
+                head = run("random", objective, s, area, draw=draw)
+                if draw == 0:
+                    attacked(head, 0.2, "_matched", "_best")
                 run("random-uniform", objective, s, area - 0.01, draw=draw)
             for arm, area in (("decoy", 0.58), ("complement", 0.5), ("kind", 0.52), ("all", 0.55)):
                 run(arm, objective, s, area)

@@ -272,8 +272,9 @@ def test_what_came_back(controlled):
     assert "What came back under attack" in text
     start = text.index("What came back under attack")
     rows = text[start : text.index("Results", start)]
-    assert "recovery best" in rows and rows.index("recovery best") < rows.index("tested extraction strength")
-    assert "true location (oracle) – NPO full 8 1" in rows and "never taught them (θ_r) – – lora 8 1" in rows
+    assert "recovery best" in rows and rows.index("recovery best") < rows.index("attacked best")
+    assert "true location (oracle) – NPO any 8 1 0.335 [0.315, 0.355]" in rows
+    assert "random, same size – NPO full 8 1 0.200" in rows and "never taught them (θ_r) – – lora 8 1 – – 0.200" in rows
     assert "What came back" not in words(page(synthetic_study(CONTROLLED, attacks=())))
     # An attack's own steps are no part of the trade-off.
     lines = next(charts.tradeoffs(synthetic_study(CONTROLLED))).chart.to_dict()["layer"][1]["data"]["values"]

@@ -60,6 +60,12 @@ def test_a_look_that_was_not_planned_takes_its_share():
     assert (looks.cap, looks.next(5), looks.next(6), looks.next(20)) == (20, 10, 10, None)
 
 
+def test_looks_up_to_a_cap():
+    assert Looks.until(20) == Looks()
+    assert Looks.until(9, "pocock") == Looks((5, 9), "pocock")
+    assert [Looks.until(cap).at for cap in (4, 21, 24)] == [(4,), (5, 8, 12, 16, 21), (5, 8, 12, 16, 20, 24)]
+
+
 def test_plans_that_are_none():
     for at in ((), (2, 5), (5, 5), (8, 5)):
         with pytest.raises(ValueError, match="growing numbers of seeds, the first one 3 or more"):

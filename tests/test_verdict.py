@@ -197,8 +197,10 @@ def test_attacked_runs_are_left_out():
     more = frame[(frame.metric == "aues") & (frame.arm == "oracle")].assign(attack="full", value=0.0)
     v = verdict(pd.concat([frame, more]))
     assert len(v.rows) == 1 and v.rows.difference[0] == pytest.approx(0.05)
-    back = verdict(frame.assign(arm=frame.arm.replace("retain", "random")), metric="recovery_best", better="lower")
-    assert back.rows.difference[0] == pytest.approx(0.05) and back.rows.verdict[0] == "worse"
+    # Numbers that only attacked runs have are judged attack by attack.
+    back = verdict(frame, metric="recovery_best", better="lower")
+    assert list(back.rows.attack) == ["full", "lora", "any"] and set(back.rows.verdict) == {"worse"}
+    assert back.rows.difference.to_list() == pytest.approx([0.135] * 3) and "NPO attack any is worse" in back.sentence
 
 
 def test_secondary_contrasts_are_described():
@@ -219,6 +221,9 @@ def test_secondary_contrasts_are_described():
     assert keyed.loc["top", "random", "aues", "WGA", "B"].draws == 3
     assert keyed.loc["top", "oracle", "aues", "WGA", "A"].n == 8
     assert keyed.loc["oracle", "random", "mu95", "NPO", ""].difference == pytest.approx(0.05)
+    back = rows[(rows.metric == "recovery_matched") & (rows.objective == "WGA")]
+    assert list(back.attack) == ["full", "lora", "any"] and list(back.draws) == [1, 1, 1]
+    assert back.difference.to_list() == pytest.approx([0.135] * 3)
     # A table of located masks has such contrasts, too.
     located = contrasts(table({("A", "NPO"): standard(0.0, 0.01, 5)}))
     assert list(located.control) == ["all"] and located.arm[0] == "top"
