@@ -407,7 +407,7 @@ def _color(arms: pd.Series, *, legend: bool = True) -> alt.Color:
     names = sorted(set(arms), key=lambda arm: (place(arm), arm))
     colors = [COLORS.get(arm, "#B0B000") for arm in names]
     scale = alt.Scale(domain=[ARMS.get(arm, arm) for arm in names], range=colors)
-    shown = alt.Legend(orient="bottom", columns=2, labelLimit=180) if legend else None
+    shown = alt.Legend(orient="bottom", columns=2, labelLimit=180, symbolOpacity=1) if legend else None
     return alt.Color("shown:N", scale=scale, title=None, legend=shown)
 
 
