@@ -1,13 +1,15 @@
 """locus: locate knowledge in a language model, edit only what you located, and measure whether locating helped."""
 
+from locus import attacks as attacks
 from locus import facts as facts
 from locus import patching as patching
+from locus.attacks import attack as attack
+from locus.attacks import relearn as relearn
 from locus.components import Component as Component
 from locus.components import Components as Components
 from locus.evaluate import Evaluation as Evaluation
 from locus.evaluate import drift as drift
 from locus.evaluate import evaluate as evaluate
-from locus.evaluate import relearn as relearn
 from locus.localize import ActivationPatching as ActivationPatching
 from locus.localize import Activations as Activations
 from locus.localize import AttributionPatching as AttributionPatching

@@ -1,4 +1,4 @@
-"""Measure what was forgotten, what was kept and what comes back.
+"""Measure what was forgotten and what was kept.
 
 Everything is measured for each fact first and averaged last. A fact that a metric cannot score (no paraphrase, no
 other answer of its relation, no original to compare with) is NaN and is left out of means: never 0.
@@ -10,10 +10,9 @@ and the arg-max of every position agree as long as the answer is right.
 import math
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -23,14 +22,11 @@ from scipy import stats
 from torch import Tensor
 
 from locus import hooks
-from locus.facts import Fact, Facts, FactSplit, encode
+from locus.facts import Fact, FactSplit, encode
 from locus.metrics import Batch, harmonic_mean, log_probability
 from locus.metrics import exact as whole_answer
 from locus.metrics import extraction_strength as strength_of
 from locus.models import HookedModel
-
-if TYPE_CHECKING:
-    from locus.unlearn import Update
 
 PARTS = ("forget", "retain", "holdout", "other")
 METRICS = (
@@ -417,68 +413,3 @@ def drift(model: HookedModel, text: DriftText) -> Float[Tensor, " text"]:
     # Rounding can leave a KL of identical-in-theory distributions a hair below 0.
     kl = (text.log_probs.exp() * (text.log_probs - edited)).sum(-1)
     return kl.double().mean(-1).clamp(min=0).cpu()
-
-
-# ------------------------------------------------------------------------------------------------ relearning
-
-
-def relearn(
-    model: HookedModel,
-    update: "Update | None",
-    split: FactSplit,
-    *,
-    steps: int = 20,
-    every: int = 1,
-    lr: float = 1e-3,
-    batch_size: int | None = None,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """What comes back: train the unlearned model on half of the forget facts, test it on the other half.
-
-    Knowledge that training on other facts brings back was hidden, not removed (cross-split relearning, Deeb & Roger
-    2024). All parameters are trained with the ordinary next-token loss, through the engine of locus.unlearn.
-
-    update: the edit to attack; None attacks the model as it is.   lr: try several and report the strongest attack.
-    Returns rows: step (-1 = the original model, 0 = the edited one), part ("relearned" | "tested", disjoint by
-        subject), metric ("probability", "extraction_strength"), n, value, low, high (95%), lr, seed.
-    """
-    from locus.masks import ParameterMask
-    from locus.unlearn import AdamW, NextToken, unlearn
-
-    subjects = sorted({fact.subject for fact in split.forget})
-    if len(subjects) < 2:
-        raise ValueError(f"Relearning needs forget facts of two subjects or more, to train on some; got {subjects}.")
-    half = set(random.Random(f"relearn {seed}").sample(subjects, len(subjects) // 2))
-    trained, tested = (
-        Facts([fact for fact in split.forget if (fact.subject in half) == chosen], name=split.forget.name)
-        for chosen in (True, False)
-    )
-    batches = {"relearned": encode(model, trained), "tested": encode(model, tested)}
-    rows: list[tuple[Any, ...]] = []
-
-    def measure(step: int) -> None:
-        for part, batch in batches.items():
-            answers = score(model, batch)
-            columns = {
-                "probability": answers.log_probability.exp(),
-                "extraction_strength": answers.extraction_strength,
-            }
-            for metric, values in columns.items():
-                rows.append((step, part, metric, len(values), float(values.mean()), *interval(values), lr, seed))
-
-    measure(-1)
-    with update.applied(model) if update is not None else nullcontext():
-        unlearn(
-            model,
-            replace(split, forget=trained, retain=Facts()),
-            ParameterMask.full(model),
-            NextToken(),
-            optimizer=AdamW(lr=lr),
-            steps=steps,
-            seed=seed,
-            batch_size=batch_size,
-            callback=measure,
-            checkpoints=range(0, steps + 1, every),
-        )
-    columns = ["step", "part", "metric", "n", "value", "low", "high", "lr", "seed"]
-    return pd.DataFrame(rows, columns=columns)

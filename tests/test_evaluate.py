@@ -1,10 +1,8 @@
 """What evaluate() says is what a loop over single prompts says, and areas are areas."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from small import facts, model
@@ -20,12 +18,9 @@ from locus.evaluate import (
     evaluate,
     interval,
     relative,
-    relearn,
     score,
 )
 from locus.facts import Fact, Facts, FactSplit, encode
-from locus.masks import Mask
-from locus.unlearn import AdamW, GradientDifference, unlearn
 
 
 @pytest.fixture(scope="module")
@@ -184,25 +179,3 @@ def test_drift_is_zero_for_the_model_itself_and_counts_an_edit(tmp_path):
         drift_text(m, text=file, length=500)
     with pytest.raises(ValueError, match="no text file"):
         drift_text(m, text=tmp_path / "absent.txt")
-
-
-# ------------------------------------------------------------------------------------------------ relearning
-
-
-def test_relearning_trains_on_one_half_and_tests_on_the_other(split):
-    m = model()
-    before = {name: w.detach().clone() for name, w in m.weights.items()}
-    mask = Mask.full(m.components("neuron"))
-    update = unlearn(m, split, mask, GradientDifference(), optimizer=AdamW(lr=3e-2), steps=8, seed=0)
-    rows = relearn(m, update, split, steps=6, every=3, lr=1e-2, seed=1)
-    assert all(torch.equal(w, before[name]) for name, w in m.weights.items())
-    value = rows[rows.metric == "probability"].pivot(index="step", columns="part", values="value")
-    assert list(value.index) == [-1, 0, 3, 6] and set(value.columns) == {"relearned", "tested"}
-    assert (value.loc[-1] > 0.9).all() and (value.loc[0] < 0.5).all()
-    assert value.relearned[6] > value.relearned[0] + 0.3
-    sizes = rows[rows.step == 0].drop_duplicates("part").n
-    assert sizes.sum() == len(split.forget)
-    pd.testing.assert_frame_equal(rows, relearn(m, update, split, steps=6, every=3, lr=1e-2, seed=1))
-    one = replace(split, forget=Facts(split.forget[:1]))
-    with pytest.raises(ValueError, match="two subjects"):
-        relearn(m, None, one)
