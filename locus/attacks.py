@@ -186,6 +186,7 @@ def _check(one: FullRelearn | LoRARelearn | Unrelated) -> None:
         raise ValueError(f"{type(one).__name__}: lr must be a number above 0, not {one.lr!r}")
 
 
+# Rates at which most came back on tiny, within these steps; on SmolLM2 it was 1e-4 (full) and 1e-3 (LoRA).
 ATTACKS: tuple[Attack, ...] = (
     *(FullRelearn(lr=lr) for lr in (3e-4, 1e-3)),
     *(LoRARelearn(lr=lr) for lr in (1e-3, 3e-3)),
