@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 Method = Literal["attribution-patching", "activation-patching", "knockout", "activations", "random"]
 Kind = Literal["neuron", "value", "head", "kv", "mlp", "attn", "expert"]
-ObjectiveName = Literal["npo", "gradient-difference", "wga"]
+ObjectiveName = Literal["npo", "gradient-difference", "wga", "simnpo", "dpo", "rmu", "match"]
+RegionKind = Literal["value", "neuron", "head", "weight"]
+Arm = Literal["oracle", "random", "random-uniform", "complement", "kind", "all", "top", "bottom", "revert"]
 Model = Annotated[str, tyro.conf.arg(metavar="MODEL", help='"tiny", "smollm2", a directory or a hub name.')]
 
 PROGRAM = """Locate knowledge in a language model, edit only what you located, and see whether locating helped.
@@ -227,6 +229,72 @@ def compare(
     print(f"Table: {out / 'table.csv'}\nReport: {make_report(out)}")
 
 
+def study(
+    model: Model = "tiny",
+    out: Path | None = None,
+    full: bool = False,
+    seeds: tuple[int, ...] | None = None,
+    until_decided: bool = False,
+    cap: int = 20,
+    objectives: tuple[ObjectiveName, ...] | None = None,
+    methods: tuple[Method, ...] | None = None,
+    components: RegionKind | None = None,
+    share: float | None = None,
+    replay: bool | None = None,
+    arms: tuple[Arm, ...] | None = None,
+    draws: int | None = None,
+    attacks: bool = True,
+    jobs: int | None = None,
+) -> None:
+    """Does the true location help? Plant knowledge in a known region, then unlearn it there and elsewhere.
+
+    Teaches the model the facts to keep, then the facts to forget only inside a random region V, so that the true
+    location is certain; then unlearns them in V, in random regions of the same size outside V, in located components and
+    in all parameters, and attacks what is left. It can be stopped at any moment; the same command goes on.
+
+    Example: locus study --objectives wga npo --seeds 0 1 2 3 4
+
+    Args:
+        model: The model.
+        out: The run folder; default runs/study-MODEL.
+        full: A night's study: more seeds, more random draws, more steps.
+        seeds: Each seed is a new split, a new region V, new controls and a new order of the data.
+        until_decided: Add seeds until the verdict is decided, at most --cap of them; the looks are corrected for.
+        cap: The most seeds with --until-decided.
+        objectives: What an update lowers.
+        methods: Ways to locate, compared with V.
+        components: What V is made of.
+        share: Share of the parameters of these components that V has.
+        replay: Keep the retain facts in the loss while V learns.
+        arms: Where to unlearn: oracle = V; random = elsewhere, matched by layer; revert = V set back (the ceiling).
+        draws: Random regions a seed.
+        attacks: Attack what is left, by relearning, by other facts and in other words.
+        jobs: Runs at a time; by default one a core for tiny, one for a real model.
+    """
+    from locus.report import report as make_report
+    from locus.study import compare as run
+    from locus.verdict import verdict
+
+    loaded = _load(model)
+    plan = _study_plan(model, full)
+    place = plan.planting
+    chosen: dict[str, Any] = {"kind": components, "share": share, "replay": replay, "arms": arms}
+    chosen["attacks"] = None if attacks else ()
+    place = replace(place, **{name: value for name, value in chosen.items() if value is not None})
+    plan = replace(plan, planting=place, draws=draws or plan.draws, seeds=seeds or plan.seeds)
+    if until_decided:
+        plan = _until_decided(plan, cap)
+    if methods:
+        plan = replace(plan, localizers=tuple(_method(name, 0) for name in methods))
+    if objectives:
+        plan = replace(plan, objectives=tuple(_objective(name) for name in objectives))
+    facts, known = _study_facts(model)
+    out = out or Path("runs") / f"study-{Path(model).name}{'-full' * full}"
+    table = run(loaded, facts, plan, out=out, other=known, jobs=jobs)
+    print(verdict(table, bound=plan.bound))
+    print(f"Table: {out / 'table.csv'}\nReport: {make_report(out)}")
+
+
 def report(folder: Positional[Path], /) -> None:
     """Make the report of a finished study again.
 
@@ -309,9 +377,38 @@ def _plan(model: str, full: bool) -> "Plan":
     return real
 
 
+def _study_plan(model: str, full: bool) -> "Plan":
+    """The study of planted knowledge that fits the model: minutes on `tiny`, two hours on a real one."""
+    from locus.attacks import ATTACKS
+    from locus.runs import Plan, Planting
+    from locus.unlearn import NPO, WGA
+
+    place = Planting(attacks=ATTACKS)
+    if model == "tiny":
+        plan = Plan(
+            objectives=(WGA(), NPO()),
+            draws=3,
+            seeds=tuple(range(5)),
+            forget=24,
+            batch_size=None,
+            planting=place,
+        )
+        return replace(plan, seeds=tuple(range(20)), draws=5, steps=90, dense=60) if full else plan
+    raise NotImplementedError
+
+
+def _study_facts(model: str) -> "tuple[Facts, Facts | None]":
+    """Facts that the model does not know, to be planted, and facts that it knows."""
+    from locus import facts as source
+
+    if model == "tiny":
+        return source.biographies(40, draw=1), source.biographies()
+    return source.biographies(40), source.capitals()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit code: 0, 2 for a mistake that the message explains, 130 after Ctrl-C."""
-    commands = {f.__name__: f for f in (compare, localize, unlearn, sites, report, fetch)}
+    commands = {f.__name__: f for f in (compare, study, localize, unlearn, sites, report, fetch)}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="locus", description=PROGRAM, args=arguments)
     except (ValueError, FileNotFoundError) as error:

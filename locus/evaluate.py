@@ -56,6 +56,9 @@ DIRECTION: dict[str, str] = {
     "forget_at_95": "higher",
     "utility": "higher",
     "forget_quality": "higher",
+    "mu95": "higher",
+    "distance_to_retained": "lower",
+    **{f"{what}{point}": "lower" for what in ("attacked", "recovery") for point in ("", "_matched", "_best")},
     "drift": "lower",
     "update_norm": "",
     "n_parameters": "",
@@ -210,11 +213,12 @@ def evaluate(
     *,
     reference: Evaluation | None = None,
     metrics: Sequence[str] = METRICS,
+    parts: Sequence[str] = PARTS,
     wrong: int = 4,
     seed: int = 0,
     rows: int = 32,
 ) -> Evaluation:
-    """Measure a model on every part of a split.
+    """Measure a model on every part of a split, or on some `parts` of it.
 
     model: evaluated as it is now, so inside `with update.applied(model):` it is the edited one.
     reference: the original model's Evaluation on the same split, for relative_probability = p / p of the original.
@@ -225,12 +229,15 @@ def evaluate(
     unknown = set(metrics) - set(METRICS)
     if unknown:
         raise ValueError(f"Unknown metrics {sorted(unknown)}. The metrics are: {', '.join(METRICS)}.")
-    parts: dict[str, tuple[Fact, ...]] = {part: tuple(getattr(split, part)) for part in PARTS}
-    if reference is not None and reference.facts != parts:
+    if unknown := set(parts) - set(PARTS):
+        raise ValueError(f"Unknown parts {sorted(unknown)}. The parts are: {', '.join(PARTS)}.")
+    whole: dict[str, tuple[Fact, ...]] = {part: tuple(getattr(split, part)) for part in PARTS}
+    if reference is not None and any(reference.facts.get(part) != whole[part] for part in parts):
         raise ValueError("The reference was measured on other facts. Measure it on this split: evaluate(model, split).")
-    pool = [fact for facts in parts.values() for fact in facts]
+    pool = [fact for facts in whole.values() for fact in facts]
     per_fact: dict[tuple[str, str], Float[Tensor, " fact"]] = {}
-    for part, facts in parts.items():
+    for part in parts:
+        facts = whole[part]
         columns = _columns(model, facts, pool, metrics=metrics, wrong=wrong, seed=seed, rows=rows)
         if "relative_probability" in metrics:
             columns["relative_probability"] = (
@@ -240,7 +247,7 @@ def evaluate(
             )
         keep = [m for m in METRICS if m in metrics or (m == "probability" and "relative_probability" in metrics)]
         per_fact |= {(part, metric): columns[metric] for metric in keep}
-    return Evaluation(model.name, parts, per_fact)
+    return Evaluation(model.name, {part: whole[part] for part in parts}, per_fact)
 
 
 def relative(p: Float[Tensor, " fact"], original: Float[Tensor, " fact"]) -> Float[Tensor, " fact"]:

@@ -1,22 +1,64 @@
 """One run of a study: what is edited, on which facts, at which rate, and what came of it."""
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
+from locus.attacks import attack, recovery, worst
 from locus.evaluate import DriftText, Evaluation, Strength, aues, drift, evaluate, relative, score
 from locus.facts import Facts, FactSplit, encode
+from locus.inject import Planted, elsewhere, plant, region
 from locus.localize import ActivationPatching, Activations, AttributionPatching, localize
 from locus.masks import Mask, ParameterMask, controls
 from locus.metrics import Batch
 from locus.models import HookedModel
-from locus.unlearn import NPO, AdamW, unlearn
+from locus.unlearn import NPO, AdamW, Update, unlearn
 
 KINDS: tuple[Strength, ...] = ("extraction", "probability")
+
+# Arms of a study of planted knowledge; see `Planting`.
+STATES = ("none", "revert", "retain", "pretrained")  # without an update: θ_o or the model as it is, θ_r, θ_r, θ_p
+PLANTED_ARMS = ("oracle", "random", "random-uniform", "complement", "kind", "all", "top", "bottom", "revert")
+
+
+@dataclass(frozen=True)
+class Planting:
+    """Knowledge that the study plants in a known region V first, so that the true location is certain.
+
+    θ_p, the model → θ_r, all parameters trained on the facts that are kept → θ_o, only V trained on the facts to forget
+    (`inject.plant`). Unlearning begins at θ_o.
+
+    kind, share: V is a random `share` of the parameters of these components, drawn by the seed ("weight": single
+        weights of attention and MLPs).
+    replay: whether the kept facts stay in the loss while V learns; without it V's learning damages them.
+    strength: extraction strength at which a stage is done.
+    arms: of PLANTED_ARMS. oracle = V; random = disjoint from V, as large, matched by layer; random-uniform = the same
+        in any layer; complement = all of the kind but V; kind, all = all of the kind, all parameters; top, bottom = of
+        each localizer, as large as V; revert = V set back to θ_r, with no training: the ceiling.
+    attacked: arms whose first draw is attacked with each of `attacks`, where they reach what all of them can forget
+        (matched) and where they forget most with 95% of the retain strength left (best); θ_r and θ_o are attacked too.
+    """
+
+    kind: str = "value"
+    share: float = 0.1
+    replay: bool = True
+    strength: float = 0.95
+    arms: tuple[str, ...] = ("oracle", "random", "all", "top", "revert")
+    attacks: tuple[Any, ...] = ()
+    attacked: tuple[str, ...] = ("oracle", "random")
+
+    def __post_init__(self) -> None:
+        if unknown := {*self.arms, *self.attacked} - set(PLANTED_ARMS):
+            raise ValueError(f"Unknown arms {sorted(unknown)}; those of a planting are {', '.join(PLANTED_ARMS)}.")
+        if not {"oracle", "random"} <= set(self.arms):
+            raise ValueError(f"A planting compares oracle with random, so it needs both arms; got {self.arms}.")
 
 
 @dataclass(frozen=True)
@@ -37,6 +79,8 @@ class Plan:
     scan_layers: how many layers, evenly spaced, are edited alone (None = every layer), in each of `scan_seeds` seeds,
         for `scan_steps` steps at `scan_rate`, untuned.
     bound: a difference of AUES inside ± bound counts as none.
+    planting: the facts are not what the model knows, but are planted in a known region first, and the arms are those of
+        the planting; `kind` and `budget` are then those of the region.
     """
 
     localizers: tuple[Any, ...] = (AttributionPatching(), Activations())
@@ -68,6 +112,7 @@ class Plan:
     scan_rate: float = 1e-3
     bound: float = 0.02
     threads: int = 1
+    planting: Planting | None = None
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.rates]
@@ -86,7 +131,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """One update: which mask, of which seed, at which rate. stage: tune | compare | scan."""
+    """One update: which mask, of which seed, at which rate; or an attack, on which point and step of it.
+
+    stage: plant | tune | compare | attack | scan.
+    """
 
     stage: str
     seed: int
@@ -96,11 +144,13 @@ class Run:
     draw: int = 0
     rate: float = math.nan
     layer: int = -1
+    point: str = ""
+    step: int = -1
 
     @property
     def file(self) -> str:
-        words = [self.stage, f"seed{self.seed}", self.objective, self.localizer, self.arm]
-        words += [f"draw{self.draw}"] * (self.arm == "random") + [f"layer{self.layer}"] * (self.layer >= 0)
+        words = [self.stage, f"seed{self.seed}", self.objective, self.localizer, self.arm, self.point]
+        words += [f"draw{self.draw}"] * self.arm.startswith("random") + [f"layer{self.layer}"] * (self.layer >= 0)
         words += [f"{self.rate:.6g}"] * (not math.isnan(self.rate))
         return (
             "-".join("".join(c if c.isalnum() or c in "._+" else "_" for c in word) for word in words if word) + ".json"
@@ -108,10 +158,11 @@ class Run:
 
     @property
     def type(self) -> str:
-        return self.arm if self.arm in ("kind", "all") else "masked"
+        return {"kind": "kind", "complement": "kind", "all": "all"}.get(self.arm, "masked")
 
     def __str__(self) -> str:
-        words = [f"seed {self.seed}", self.localizer, self.arm] + [f"{self.draw}"] * (self.arm == "random")
+        words = [f"seed {self.seed}", self.localizer, self.arm, self.point]
+        words += [f"{self.draw}"] * self.arm.startswith("random")
         words += [f"layer {self.layer}"] * (self.layer >= 0) + [f"rate {self.rate:.3g}"] * (self.stage == "tune")
         return " ".join(word for word in words if word)
 
@@ -121,22 +172,46 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What the runs of one seed share."""
+    """What the runs of one seed share.
+
+    original, retained: how the model does where unlearning begins, and θ_r does if knowledge was planted.
+    """
 
     split: FactSplit
     measured: Batch  # the forget facts, then the holdout
     original: Evaluation
     masks: dict[tuple[str, str, int], Mask | ParameterMask]
+    planted: Planted | None = None
+    retained: Evaluation | None = None
+
+    def start(self, model: HookedModel) -> AbstractContextManager[None]:
+        """Within the block the model is where unlearning begins."""
+        return self.planted.applied(model, "planted") if self.planted else nullcontext()
+
+
+def arms(plan: Plan) -> list[tuple[str, str, int]]:
+    """(localizer, arm, draw) of every update of a seed and objective."""
+    localizers = list(named(plan.localizers))
+    if plan.planting is None:
+        found = [("", "kind", 0), ("", "all", 0)]
+        for name in localizers:
+            found += [(name, "top", 0), (name, "bottom", 0), *((name, "random", i) for i in range(plan.draws))]
+        return found
+    found = []
+    for arm in plan.planting.arms:
+        names = localizers if arm in ("top", "bottom") else [""]
+        found += [(name, arm, i) for name in names for i in range(plan.draws if arm.startswith("random") else 1)]
+    return found
 
 
 def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, seed: int, *, draws: int) -> Case:
+    if plan.planting is not None:
+        return _prepare_planted(model, facts, other, plan, plan.planting, seed, draws=draws)
     # Without facts of other relations, one of several relations is left out of all losses to stand for them.
     relations = sorted({fact.relation for fact in facts})
     apart = relations[-1:] if other is None and len(relations) > 2 else ()
     split = facts.split(forget=plan.forget, seed=seed, other=other, other_relations=apart)
-    rng = np.random.default_rng(seed)
-    retain, holdout, beyond = (_some(part, plan.part, rng) for part in (split.retain, split.holdout, split.other))
-    split = replace(split, retain=retain, holdout=holdout, other=beyond)
+    split = _smaller(split, plan, seed, ("retain", "holdout", "other"))
     measured = encode(model, [*split.forget, *split.holdout])
     masks: dict[tuple[str, str, int], Mask | ParameterMask] = {}
     pairs = split.forget.contrast_pairs(model, seed=seed)
@@ -149,6 +224,57 @@ def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, s
     masks["", "kind", 0] = Mask.full(model.components(plan.kind))
     masks["", "all", 0] = ParameterMask.full(model)
     return Case(split, measured, evaluate(model, split, wrong=plan.wrong), masks)
+
+
+def _prepare_planted(
+    model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, planting: Planting, seed: int, *, draws: int
+) -> Case:
+    split = facts.split(forget=plan.forget, seed=seed)
+    # The model's own facts may be of the same relations: these are of other subjects, and only measured.
+    split = replace(split, other=other or Facts())
+    place = region(model, planting.kind, planting.share, seed=seed)
+    planted = plant(model, split, place, replay=planting.replay, strength=planting.strength, seed=seed)
+    split = _smaller(split, plan, seed, ("holdout", "other"))
+    with planted.applied(model, "retained"):
+        retained = evaluate(model, split, wrong=plan.wrong)
+    with planted.applied(model, "planted"):
+        original = evaluate(model, split, wrong=plan.wrong)
+        masks = _planted_masks(model, split, plan, planting, place, seed, draws)
+    measured = encode(model, [*split.forget, *split.holdout])
+    return Case(split, measured, original, masks, planted, retained)
+
+
+def _planted_masks(
+    model: HookedModel,
+    split: FactSplit,
+    plan: Plan,
+    planting: Planting,
+    place: Mask | ParameterMask,
+    seed: int,
+    draws: int,
+) -> dict[tuple[str, str, int], Mask | ParameterMask]:
+    masks: dict[tuple[str, str, int], Mask | ParameterMask] = {("", "oracle", 0): place}
+    for arm, match in (("random", "layer"), ("random-uniform", "uniform")):
+        if arm in planting.arms:
+            drawn = elsewhere(model, place, draws, match=match, seed=seed)
+            masks |= {("", arm, i): mask for i, mask in enumerate(drawn)}
+    whole = ParameterMask.full(model)
+    kind = whole if isinstance(place, ParameterMask) else Mask.full(place.components)
+    masks |= {("", "all", 0): whole, ("", "kind", 0): kind}
+    masks["", "complement", 0] = place.complement(model) if isinstance(place, ParameterMask) else ~place
+    if {"top", "bottom"} & set(planting.arms):
+        pairs = split.forget.contrast_pairs(model, seed=seed)
+        for name, method in named(plan.localizers).items():
+            scores = localize(model, pairs, method, components=planting.kind, progress=False)
+            masks[name, "top", 0] = Mask.top(scores, planting.share)
+            masks[name, "bottom", 0] = Mask.bottom(scores, planting.share)
+    return masks
+
+
+def _smaller(split: FactSplit, plan: Plan, seed: int, parts: Sequence[str]) -> FactSplit:
+    """At most `plan.part` facts in each of these parts, drawn by the seed."""
+    rng = np.random.default_rng(seed)
+    return replace(split, **{part: _some(getattr(split, part), plan.part, rng) for part in parts})
 
 
 def _some(facts: Facts, n: int, rng: np.random.Generator) -> Facts:
@@ -178,57 +304,190 @@ def named(methods: Sequence[Any]) -> dict[str, Any]:
 
 
 def execute(model: HookedModel, case: Case, plan: Plan, run: Run, text: DriftText) -> dict[str, Any]:
-    """Do one update and return {"rows": [[step, metric, value], …], "status": …, "facts": per fact for a scan}."""
-    if run.arm == "none":
-        return _original(model, case, plan)
-    curve: list[list[Any]] = []
+    """Do one run and return {"rows": [[step, metric, value], …], "status": …, …}; step = -1 for the whole run."""
+    if run.stage == "attack":
+        return _attacked(model, case, plan, run)
+    if run.arm in STATES:
+        return _state(model, case, plan, run.arm)
+    if run.stage == "scan":
+        with case.start(model):
+            return _scanned(model, case, plan, run)
+    return _edited(model, case, plan, run, text)
+
+
+def _scanned(model: HookedModel, case: Case, plan: Plan, run: Run) -> dict[str, Any]:
+    """Unlearning of each fact by editing one layer's MLP: where the run ended, and averaged on the way there."""
     per_fact: list[list[float]] = []
-
-    def checkpoint(step: int) -> None:
-        strengths, forgotten = _strengths(model, case)
-        curve.extend([step, name, value] for name, value in strengths.items())
-        per_fact.append(forgotten)
-
-    mask = _one_mlp(model, run.layer) if run.stage == "scan" else case.masks[run.localizer, run.arm, run.draw]
-    steps = plan.scan_steps if run.stage == "scan" else plan.steps
-    checkpoints = range(0, steps + 1, max(1, steps // 5)) if run.stage == "scan" else plan.checkpoints
     update = unlearn(
         model,
         case.split,
-        mask,
+        _one_mlp(model, run.layer),
         named(plan.objectives)[run.objective],
         optimizer=AdamW(lr=run.rate),
-        steps=steps,
+        steps=plan.scan_steps,
+        seed=run.seed,
+        batch_size=plan.batch_size,
+        callback=lambda step: per_fact.append(_strengths(model, case)[1]),
+        checkpoints=range(0, plan.scan_steps + 1, max(1, plan.scan_steps // 5)),
+    )
+    return {"status": update.status, "end": per_fact[-1], "mean": np.mean(per_fact, 0).tolist()}
+
+
+def _edited(model: HookedModel, case: Case, plan: Plan, run: Run, text: DriftText) -> dict[str, Any]:
+    """Strengths at each checkpoint, their areas, and, in the comparison, everything that is measured at the end."""
+    curve: list[list[Any]] = []
+
+    def checkpoint(step: int) -> None:
+        curve.extend([step, name, value] for name, value in _strengths(model, case)[0].items())
+        if case.retained is not None and run.stage == "compare":
+            curve.append([step, "forget_quality", _forget_quality(model, case, plan)])
+
+    whole = run.stage == "compare"
+    with case.start(model):
+        update = update_of(model, case, plan, run, checkpoint)
+        rows = _areas(curve, plan)
+        if whole:
+            with update.applied(model):
+                rows += _final(evaluate(model, case.split, reference=case.original, wrong=plan.wrong), case)
+                rows += [["drift", float(drift(model, text).mean())]]
+    if whole:
+        size = case.masks[run.localizer, run.arm, run.draw].n_parameters
+        rows += [["update_norm", update.norm], ["n_parameters", size], ["n_changed", update.n_changed]]
+        rows += [["learning_rate", run.rate]]
+    if whole and case.planted is not None:
+        rows += [["distance_to_retained", _distance_to_retained(model, case.planted, update)]]
+    return {"status": update.status, "rows": curve + [[-1, name, float(value)] for name, value in rows]}
+
+
+def update_of(model: HookedModel, case: Case, plan: Plan, run: Run, checkpoint: Callable[[int], bool | None]) -> Update:
+    """The update of a run, on a model that is where unlearning begins."""
+    return unlearn(
+        model,
+        case.split,
+        case.masks[run.localizer, run.arm, run.draw],
+        named(plan.objectives)[run.objective],
+        optimizer=AdamW(lr=run.rate),
+        steps=plan.steps,
         seed=run.seed,
         batch_size=plan.batch_size,
         callback=checkpoint,
-        checkpoints=checkpoints,
+        checkpoints=plan.checkpoints,
     )
-    result: dict[str, Any] = {"status": update.status}
-    if run.stage == "scan":
-        # Unlearning of each fact: where the run ended, and averaged on the way there.
-        return result | {"end": per_fact[-1], "mean": np.mean(per_fact, 0).tolist(), "rows": curve}
-    rows = _areas(curve, plan)
-    if run.stage == "compare":
-        rows += [["update_norm", update.norm], ["n_parameters", mask.n_parameters]]
-        rows += [["n_changed", update.n_changed], ["learning_rate", run.rate]]
-        with update.applied(model):
-            rows += _final(evaluate(model, case.split, reference=case.original, wrong=plan.wrong))
-            rows += [["drift", float(drift(model, text).mean())]]
-    return result | {"rows": curve + [[-1, name, float(value)] for name, value in rows]}
+
+
+def _state(model: HookedModel, case: Case, plan: Plan, arm: str) -> dict[str, Any]:
+    """A state without an update: what unlearning begins with is the floor, θ_r the ceiling of an ideal unlearning."""
+    with case.start(model):
+        curve = [[0, name, value] for name, value in _strengths(model, case)[0].items()]
+    state = {"retain": "retained", "revert": "retained", "pretrained": "pretrained"}.get(arm, "planted")
+    with case.planted.applied(model, state) if case.planted and state != "pretrained" else nullcontext():
+        if state != "planted":
+            # A curve of an edit begins where unlearning begins; a state of its own is a single point.
+            step = 1 if arm == "revert" else 0
+            found = [[step, name, value] for name, value in _strengths(model, case)[0].items()]
+            curve = curve + found if step else found
+        whole = evaluate(model, case.split, reference=case.original, wrong=plan.wrong)
+        rows = [*_areas(curve, plan), *_final(whole, case)]
+    if arm == "revert" and case.planted is not None:
+        rows += [["update_norm", case.planted.planted.norm], ["distance_to_retained", 0.0]]
+    return {"status": "finished", "rows": curve + [[-1, name, float(value)] for name, value in rows]}
+
+
+def _attacked(model: HookedModel, case: Case, plan: Plan, run: Run) -> dict[str, Any]:
+    """Attack θ_r, θ_o, or an update where it is after `run.step` steps: the same run once more, ended there."""
+    assert plan.planting is not None and case.planted is not None
+    attacks, found = plan.planting.attacks, []
+
+    def attacked(step: int) -> bool:
+        if step == run.step:
+            found.append(attack(model, case.split, attacks=attacks, seed=run.seed))
+        return step == run.step
+
+    if run.arm in STATES:
+        with case.planted.applied(model, "retained" if run.arm == "retain" else "planted"):
+            attacked(run.step)
+    else:
+        with case.start(model):
+            update_of(model, case, plan, run, attacked)
+    return {"status": "finished", "attacks": json.loads(found[0].to_json(orient="records"))}
+
+
+def attacked(results: Sequence[tuple[Run, dict[str, Any]]], plan: Plan) -> list[Run]:
+    """The attacks on the updates of one seed: two points of each, by what `results` say of its checkpoints.
+
+    matched: the first checkpoint that forgets as much as every attacked arm of the objective can. best: the one that
+    forgets most with 95% of the retain strength left.
+    """
+    assert plan.planting is not None
+    todo: list[Run] = []
+    for objective in named(plan.objectives):
+        curves = {
+            run: steps(result["rows"], plan.strength)
+            for run, result in results
+            if run.objective == objective and run.arm in plan.planting.attacked and run.draw == 0
+        }
+        reached = min((max(f for _, f in curve.values()) for curve in curves.values()), default=0.0)
+        for run, curve in curves.items():
+            enough = [step for step, (_, f) in curve.items() if f >= reached]
+            kept = {step: f for step, (r, f) in curve.items() if r >= 0.95 * curve[0][0]}
+            best = max(kept, key=lambda step, kept=kept: kept[step])
+            todo += [replace(run, stage="attack", point="matched", step=enough[0])]
+            todo += [replace(run, stage="attack", point="best", step=best)]
+    return todo
+
+
+def recoveries(found: Sequence[tuple[Run, list[dict[str, Any]]]], plan: Plan) -> list[list[tuple[str, str, float]]]:
+    """(metric, attack, value) of each attacked run of a seed; found[0] is θ_r and found[1] θ_o.
+
+    attacked_POINT: strength of the tested half where the attack is strongest, over its rates and steps; recovery_POINT:
+    see `attacks.recovery`; attack "any" is the strongest of all.
+    """
+    metric = {"extraction": "extraction_strength", "probability": "probability"}[plan.strength]
+    strongest, unattacked = [], {}
+    for run, rows in found:
+        frame = pd.DataFrame(rows)
+        frame = frame[frame.metric == metric]
+        if run.arm == "none":
+            before = frame[(frame.part == "tested") & (frame.step == 0)]
+            unattacked = dict(zip(before.attack, before.value, strict=True))
+            unattacked["any"] = max(unattacked.values())
+        best = worst(frame)
+        strongest.append({**dict(zip(best.attack, best.value, strict=True)), "any": float(best.value.max())})
+    lines = []
+    for (run, _), values in zip(found, strongest, strict=True):
+        point = f"_{run.point}" if run.point else ""
+        of_run = [(f"attacked{point}", name, value) for name, value in values.items()]
+        if run.point:
+            of_run += [
+                (f"recovery{point}", name, recovery(value, strongest[0][name], unattacked[name]))
+                for name, value in values.items()
+            ]
+        lines.append(of_run)
+    return lines
+
+
+def _distance_to_retained(model: HookedModel, planted: Planted, update: Update) -> float:
+    """L2 distance to θ_r of the model that the update makes of θ_o, over the entries that either differ in.
+
+    `update_norm` is the distance to θ_o.
+    """
+    names = {*planted.planted.values, *update.values}
+    with planted.applied(model, "retained"):
+        retained = {name: model.stored(name) for name in names}
+    with planted.applied(model, "planted"), update.applied(model):
+        return math.sqrt(sum(float((model.stored(n) - kept).double().square().sum()) for n, kept in retained.items()))
+
+
+def _forget_quality(model: HookedModel, case: Case, plan: Plan) -> float:
+    assert case.retained is not None
+    # The wrong answers must be those that θ_r was measured with, which come from all parts of the split.
+    now = evaluate(model, case.split, metrics=("truth_ratio",), wrong=plan.wrong, parts=("forget",))
+    return now.forget_quality(case.retained)
 
 
 def _one_mlp(model: HookedModel, layer: int) -> Mask:
     mlps = model.components("mlp")
     return Mask(mlps, mlps.layers == layer, {"method": "layer", "layer": layer, "model": model.fingerprint})
-
-
-def _original(model: HookedModel, case: Case, plan: Plan) -> dict[str, Any]:
-    """The model as it is: the floor of every forget strength and the ceiling of every retain strength."""
-    curve = [[0, name, value] for name, value in _strengths(model, case)[0].items()]
-    whole = evaluate(model, case.split, reference=case.original, wrong=plan.wrong)
-    rows = [*_areas(curve, plan), *_final(whole)]
-    return {"status": "finished", "rows": curve + [[-1, name, float(value)] for name, value in rows]}
 
 
 def causal_effects(model: HookedModel, case: Case, seed: int) -> dict[str, Any]:
@@ -265,21 +524,33 @@ def _areas(curve: list[list[Any]], plan: Plan) -> list[list[Any]]:
     rows += [["aues_halved", aues(main[::2])]]
     rows += [[f"aues_{kind}", aues(p)] for kind, p in by_kind.items()]
     kept = [forgotten for retained, forgotten in main if retained >= 0.95 * main[0][0]]
-    return rows + [["forget_at_95", max(kept)]]
+    rows += [["forget_at_95", max(kept)]]
+    quality = {step: value for step, name, value in curve if name == "forget_quality"}
+    if quality:
+        retained = {step: value for step, name, value in curve if name == f"retain_{plan.strength}"}
+        rows += [["mu95", max(math.log10(q) for step, q in quality.items() if retained[step] >= 0.95 * main[0][0])]]
+    return rows
 
 
 def points(curve: Sequence[Sequence[Any]], kind: str) -> list[tuple[float, float]]:
     """(retain, forget) strength of each checkpoint, in order; checkpoints of a diverged model (NaN) are left out."""
+    return list(steps(curve, kind).values())
+
+
+def steps(curve: Sequence[Sequence[Any]], kind: str) -> dict[int, tuple[float, float]]:
+    """`points` by their step."""
     by_step: dict[int, dict[str, float]] = {}
     for step, name, value in curve:
         if step >= 0:
             by_step.setdefault(step, {})[name] = value
-    pairs = [(row[f"retain_{kind}"], row[f"forget_{kind}"]) for _, row in sorted(by_step.items())]
-    return [pair for pair in pairs if np.isfinite(pair).all()]
+    pairs = {step: (row[f"retain_{kind}"], row[f"forget_{kind}"]) for step, row in sorted(by_step.items())}
+    return {step: pair for step, pair in pairs.items() if np.isfinite(pair).all()}
 
 
-def _final(evaluation: Evaluation) -> list[list[Any]]:
+def _final(evaluation: Evaluation, case: Case) -> list[list[Any]]:
     rows: list[list[Any]] = [
         [f"{part}_{metric}", evaluation.mean(part, metric)] for part, metric in evaluation.per_fact
     ]
+    if case.retained is not None:
+        rows += [["forget_quality", evaluation.forget_quality(case.retained)]]
     return rows + [["utility", evaluation.utility()]]

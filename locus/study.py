@@ -3,7 +3,7 @@
 A study is a list of runs (locus.runs), each with its own result file, so it can be stopped at any moment and goes on
 with the same call. The table is assembled from those files alone.
 
-Left out: relearning after each run (evaluate.relearn does it for one).
+Left out: attacks on runs whose knowledge was not planted (attacks.attack does it for one).
 """
 
 import dataclasses
@@ -34,8 +34,9 @@ from locus.models import HookedModel
 from locus.progress import Progress
 from locus.runs import Case, Plan, Run, named
 
-# Of table.parquet and table.csv: one measured number a row. step = -1 for numbers of a whole run.
-COLUMNS = "model facts localizer arm kind budget objective seed draw step metric value status".split()
+# Of table.parquet and table.csv: one measured number a row. step = -1 for numbers of a whole run; attack = what the run
+# was attacked with, "" for numbers of the run itself.
+COLUMNS = "model facts localizer arm kind budget objective seed draw step metric value status attack".split()
 
 
 def compare(
@@ -54,7 +55,11 @@ def compare(
     in every layer, all components of the `kind`, `all` parameters, and `none` (the model as it is). Then every layer's
     MLP is edited alone and compared with its causal effect, fact by fact.
 
-    facts: those that the model does not know are dropped first.   other: facts of other relations, only measured.
+    With a `plan.planting` the facts are planted in a known region first, each seed in another one. The arms are those
+    of the planting, with `pretrained`, `retain` and `none` for θ_p, θ_r and θ_o; then the chosen ones are attacked.
+
+    facts: those that the model does not know are dropped first, unless they are planted.
+    other: facts of other relations, only measured; with a planting, facts of other subjects that the model knows.
     out: the run folder. Results are kept there as they come, and the same call goes on where it was stopped; a folder
         of other settings is refused. It ends with table.parquet, table.csv, layer_scan.parquet and settings.json.
     jobs: runs at a time, each in a process of its own; by default one a core if plan.threads is 1, else one. No number
@@ -66,7 +71,7 @@ def compare(
     # The number of threads can change the last bits of a sum, so it is one of the settings.
     torch.set_num_threads(plan.threads)
     try:
-        facts = facts.known_by(model)
+        facts = facts if plan.planting else facts.known_by(model)
         other = other.known_by(model) if other else None
         settings = _settings(model, facts, other, plan)
         record = {"settings": settings, "verdict rule": rule(plan)}
@@ -81,8 +86,8 @@ def rule(plan: Plan) -> dict[str, Any]:
     """How the study will be judged; written down before its first run."""
     return {
         "metric": "aues",
-        "contrast": "top minus the mean of its random draws, paired by seed",
-        "localizers": list(named(plan.localizers)),
+        "contrast": f"{'oracle' if plan.planting else 'top'} minus the mean of its random draws, paired by seed",
+        "localizers": [] if plan.planting else list(named(plan.localizers)),
         "objectives": list(named(plan.objectives)),
         "bound": plan.bound,
         "equivalent": "the 90% interval of the difference is inside ± bound",
@@ -108,40 +113,71 @@ class _Study:
         self.model, self.facts, self.other, self.plan = model, facts, other, plan
         self.folder, self.bar, self.record, self.jobs = folder, bar, record, jobs
         self.objectives = list(named(plan.objectives))
-        self.arms = [("", "kind", 0), ("", "all", 0)]
-        for name in named(plan.localizers):
-            self.arms += [
-                (name, "top", 0),
-                (name, "bottom", 0),
-                *((name, "random", i) for i in range(plan.draws)),
-            ]
+        self.arms = [arm for arm in runs.arms(plan) if arm[1] not in runs.STATES]
+        self.states = ["none"]
+        if plan.planting:
+            self.states += ["retain", "pretrained", *(arm for arm in plan.planting.arms if arm in runs.STATES)]
         self._cases: dict[int, Case] = {}
         self._text: DriftText | None = None
 
     def run(self) -> pd.DataFrame:
         plan = self.plan
-        scanned = plan.seeds[: plan.scan_seeds]
+        scanned = () if plan.planting else plan.seeds[: plan.scan_seeds]
         layers = _layers(self.model.cfg.n_layers, plan.scan_layers)
         tuning = sum(len(grid) * len(self._tuned_on(kind)) for kind, grid in plan.rates)
         compared = len(plan.seeds) * len(self.arms)
-        self.bar.extend(len(self.objectives) * (tuning + compared) + len(plan.seeds) + len(scanned) * (len(layers) + 1))
+        self.bar.extend(len(self.objectives) * (tuning + compared) + len(plan.seeds) * len(self.states))
+        self.bar.extend(len(scanned) * (len(layers) + 1))
+        if plan.planting:
+            self._plant()
         self.bar.stage("tuning learning rates")
         rates = {objective: self._tune(objective) for objective in self.objectives}
         results = [result for seed in plan.seeds for result in self._compare(seed, rates)]
-        self.bar.stage("editing one layer at a time")
-        scan = pd.concat([self._scan(seed, layers) for seed in scanned], ignore_index=True)
-        table = _table(self.model.name, self.facts.name, plan, results)
+        tables = [_table(self.model.name, self.facts.name, plan, results)]
+        if plan.planting and plan.planting.attacks:
+            tables += [self._attack(seed, [r for r in results if r[0].seed == seed]) for seed in plan.seeds]
+        if scanned:
+            self.bar.stage("editing one layer at a time")
+            self._keep("layer_scan", pd.concat([self._scan(seed, layers) for seed in scanned], ignore_index=True))
+        table = pd.concat(tables, ignore_index=True)
         self.record["checkpoints"] = density(table)
-        out = self.folder.path
-        write(out / "layer_scan.parquet", lambda path: scan.to_parquet(path, index=False))
-        write(out / "table.parquet", lambda path: table.to_parquet(path, index=False))
-        write(out / "table.csv", lambda path: table.to_csv(path, index=False))
+        self._keep("table", table)
+        write(self.folder.path / "table.csv", lambda path: table.to_csv(path, index=False))
         self.folder.note(self.record)
         return table
 
+    def _keep(self, name: str, table: pd.DataFrame) -> None:
+        write(self.folder.path / f"{name}.parquet", lambda path: table.to_parquet(path, index=False))
+
+    def _plant(self) -> None:
+        """Plant the knowledge of every seed, several at a time; `prepare` finds it in the cache afterwards."""
+        self.bar.stage("planting")
+        seeds = (self.plan.tuning_seed, *self.plan.seeds)
+        self.bar.extend(len(seeds))
+        todo = [Run("plant", seed, "", "pretrained") for seed in seeds]
+        self._fill(todo)
+        for run in todo:
+            self._result(run)
+
+    def _attack(self, seed: int, results: list[tuple[Run, dict[str, Any]]]) -> pd.DataFrame:
+        """What attacks bring back, of the chosen arms at two points each, and of θ_r and θ_o."""
+        self.bar.stage(f"seed {seed}: attacks")
+        todo = [Run("attack", seed, "", "retain"), Run("attack", seed, "", "none")]
+        todo += runs.attacked(results, self.plan)
+        self.bar.extend(len(todo))
+        self._fill(todo)
+        found = [(run, self._result(run)["attacks"]) for run in todo]
+        heads = [_head(self.model.name, self.facts.name, self.plan, run) for run, _ in found]
+        rows = [
+            (*head, -1, metric, value, "finished", attack)
+            for head, of_run in zip(heads, runs.recoveries(found, self.plan), strict=True)
+            for metric, attack, value in of_run
+        ]
+        return pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
+
     def _compare(self, seed: int, rates: dict[str, dict[str, float]]) -> list[tuple[Run, dict[str, Any]]]:
         self.bar.stage(f"seed {seed}")
-        todo = [Run("compare", seed, "", "none")]
+        todo = [Run("compare", seed, "", state) for state in self.states]
         for objective in self.objectives:
             for localizer, arm, draw in self.arms:
                 run = Run("compare", seed, objective, arm, localizer, draw)
@@ -152,7 +188,9 @@ class _Study:
     def _tuned_on(self, kind: str) -> list[tuple[str, str, int]]:
         """The masks that a rate is tuned on: for masked ones, as many located as random."""
         if kind != "masked":
-            return [("", kind, 0)]
+            return [arm for arm in self.arms if Run("", 0, "", arm[1]).type == kind][:1]
+        if self.plan.planting:
+            return [("", "oracle", 0), ("", "random", 0)]
         located = list(named(self.plan.localizers))[: self.plan.tuning_localizers]
         return [(name, arm, 0) for name in located for arm in ("top", "random")]
 
@@ -161,6 +199,8 @@ class _Study:
         chosen = {}
         tuning = self.record.setdefault("tuning", {})[objective] = {}
         for kind, grid in self.plan.rates:
+            if not self._tuned_on(kind):
+                continue
             found: dict[float, float] = {}
             missing, extended = list(grid), 0
             while missing:
@@ -242,7 +282,8 @@ class _Study:
         missing = [run for run in todo if self.folder.load(run.file) is None]
         if len(missing) < 2:
             return
-        self._case(missing[0].seed), self._drift_text()  # before the processes part, so that they share them
+        if missing[0].stage != "plant":
+            self._case(missing[0].seed), self._drift_text()  # before the processes part, so that they share them
         context = multiprocessing.get_context("fork")
         following = context.Value("i", 0)
         workers = [context.Process(target=self._work, args=(missing, following, os.getpid())) for _ in range(self.jobs)]
@@ -310,6 +351,8 @@ def _settings(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan)
     """All that decides a number of the study, as JSON."""
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     fields |= {name: [repr(method) for method in fields[name]] for name in ("localizers", "objectives")}
+    if plan.planting:
+        fields["planting"] = dataclasses.asdict(plan.planting) | {"attacks": [repr(a) for a in plan.planting.attacks]}
     listed = [[dataclasses.astuple(fact) for fact in some or ()] for some in (facts, other)]
     names = ("locus-interp", "torch", "transformers", "transformer-lens")
     settings = {
@@ -348,22 +391,19 @@ def _table(model: str, facts: str, plan: Plan, results: Sequence[tuple[Run, dict
     names = {f"{side}_{kind}": f"{side}_strength_{kind}" for side in ("forget", "retain") for kind in runs.KINDS}
     names |= {f"{side}_{plan.strength}": f"{side}_strength" for side in ("forget", "retain")}
     for i, (run, result) in enumerate(results):
-        head = (
-            model,
-            facts,
-            run.localizer,
-            run.arm,
-            plan.kind,
-            plan.budget,
-            run.objective,
-            run.seed,
-            run.draw,
-        )
+        head = _head(model, facts, plan, run)
         numbers = [*result["rows"], [-1, "aues_common", common[i]]]
         rows += [
-            (*head, step, names.get(m, m) if step >= 0 else m, value, result["status"]) for step, m, value in numbers
+            (*head, step, names.get(m, m) if step >= 0 else m, value, result["status"], "")
+            for step, m, value in numbers
         ]
     return pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
+
+
+def _head(model: str, facts: str, plan: Plan, run: Run) -> tuple[Any, ...]:
+    place = plan.planting
+    kind, budget = (place.kind, place.share) if place else (plan.kind, plan.budget)
+    return (model, facts, run.localizer, run.arm, kind, budget, run.objective, run.seed, run.draw)
 
 
 def _common_areas(plan: Plan, results: Sequence[tuple[Run, dict[str, Any]]]) -> list[float]:
@@ -385,7 +425,7 @@ def _common_areas(plan: Plan, results: Sequence[tuple[Run, dict[str, Any]]]) -> 
 
 def density(table: pd.DataFrame, *, limit: float = 0.005) -> dict[str, Any]:
     """Whether the checkpoints are dense enough: how far AUES moves when every other one is left out."""
-    whole = table[(table.step == -1) & (table.arm != "none")]
+    whole = table[(table.step == -1) & ~table.arm.isin(runs.STATES)]
     keys = ["localizer", "arm", "objective", "seed", "draw"]
     wide = whole[whole.metric.isin(["aues", "aues_halved"])].pivot(index=keys, columns="metric", values="value")
     moved = (wide["aues"] - wide["aues_halved"]).abs()
