@@ -69,9 +69,7 @@ class ParameterMask(Mapping):
                 tensor = tensor.bool()
             if model is not None:
                 if name not in model.weights:
-                    near = [
-                        known for known in model.weights if known.endswith(".".join(name.split(".")[-3:]))
-                    ]
+                    near = [known for known in model.weights if known.endswith(".".join(name.split(".")[-3:]))]
                     raise ValueError(
                         f"from_tensors: the model {model.name} has no parameter {name}"
                         + (
@@ -377,9 +375,7 @@ class Mask:
         return cls(components, _unpack(tensors["selected"], [len(components)]), record["recipe"])
 
 
-def controls(
-    mask: Mask, n: int = 20, *, match: str = "layer", disjoint: bool = False, seed: int = 0
-) -> list[Mask]:
+def controls(mask: Mask, n: int = 20, *, match: str = "layer", disjoint: bool = False, seed: int = 0) -> list[Mask]:
     """n random masks with the parameter counts of `mask`, different from it and from each other.
 
     The first draws of one seed are the same for every n.
@@ -481,11 +477,7 @@ def _prefix(
 
 
 def _named(content: Any, model: Any, path: str | Path) -> dict[str, Tensor]:
-    if (
-        isinstance(content, Mapping)
-        and all(isinstance(value, Tensor) for value in content.values())
-        and content
-    ):
+    if isinstance(content, Mapping) and all(isinstance(value, Tensor) for value in content.values()) and content:
         return dict(content)
     if isinstance(content, Sequence) and content:
         if all(isinstance(item, Tensor) for item in content):
@@ -549,8 +541,6 @@ def _say(recipe: dict) -> str:
     """A recipe in a few words."""
     said = [str(recipe.get("method", "no recipe"))]
     said += [
-        f"{key}={recipe[key]}"
-        for key in ("select", "match", "budget", "seed", "draw")
-        if recipe.get(key) is not None
+        f"{key}={recipe[key]}" for key in ("select", "match", "budget", "seed", "draw") if recipe.get(key) is not None
     ]
     return " ".join(said)

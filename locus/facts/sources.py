@@ -139,9 +139,7 @@ def from_jsonl(path: str | Path, *, chat_template: bool = False) -> Facts:
         lists = {name: _texts(place, name, row.get(name, [])) for name in optional}
         fact = _fact(place, **{name: row[name] for name in required}, **lists, chat_template=chat_template)
         if not named(fact.subject).search(fact.prompt):
-            raise ValueError(
-                f"{place}: the prompt {fact.prompt!r} does not name the subject {fact.subject!r}"
-            )
+            raise ValueError(f"{place}: the prompt {fact.prompt!r} does not name the subject {fact.subject!r}")
         facts.append(fact)
     return Facts(facts, name=Path(path).stem)
 
@@ -238,9 +236,7 @@ def _rows(path: str | Path, required: Sequence[str]) -> Iterator[tuple[str, dict
     for place, row in rows:
         missing = [name for name in required if not isinstance(row, dict) or name not in row]
         if missing:
-            raise ValueError(
-                f"{place}: {', '.join(missing)} is missing; each row needs {', '.join(required)}"
-            )
+            raise ValueError(f"{place}: {', '.join(missing)} is missing; each row needs {', '.join(required)}")
         yield place, row
 
 
