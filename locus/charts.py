@@ -233,17 +233,14 @@ def layer_maps(scan: pd.DataFrame) -> list[Figure]:
             )
         )
         best = by_layer[name].idxmax() if by_layer[name].notna().any() else "none"
-        left = (
-            f" (the first {len(facts)} of {scan.fact.nunique()})" if len(facts) < scan.fact.nunique() else ""
-        )
+        left = f" (the first {len(facts)} of {scan.fact.nunique()})" if len(facts) < scan.fact.nunique() else ""
         figures.append(
             Figure(
                 title,
                 _sized(chart, max(120, 16 * means.layer.nunique())),
                 f"n = {len(facts)} facts{left} in {means.layer.nunique()} layers, mean over {_seeds(scan)}, "
                 f"single values without interval. Largest mean over the facts: layer {best}.",
-                f"{title}, mean of each layer: "
-                + "; ".join(f"layer {i}: {v:.3f}" for i, v in by_layer[name].items()),
+                f"{title}, mean of each layer: " + "; ".join(f"layer {i}: {v:.3f}" for i, v in by_layer[name].items()),
             )
         )
     return figures

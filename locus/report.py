@@ -52,17 +52,13 @@ def report(run: str | Path) -> Path:
         try:
             settings = json.loads((run / "settings.json").read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(
-                f"report: {run / 'settings.json'} is damaged ({error}); delete it or run again."
-            ) from None
+            raise ValueError(f"report: {run / 'settings.json'} is damaged ({error}); delete it or run again.") from None
     text = page(table, scan=scan, settings=settings)
     write(run / "report.html", lambda path: path.write_text(text, encoding="utf-8"))
     return run / "report.html"
 
 
-def page(
-    table: pd.DataFrame, *, scan: pd.DataFrame | None = None, settings: dict[str, Any] | None = None
-) -> str:
+def page(table: pd.DataFrame, *, scan: pd.DataFrame | None = None, settings: dict[str, Any] | None = None) -> str:
     """The page as HTML.
 
     table: tidy rows as of a study
@@ -73,19 +69,14 @@ def page(
     rule = settings.get("verdict rule") or {}
     judged, sentence = _judge(table, rule)
     whole = whole_runs(table)
-    blocks = [
-        (name, value) for name, value in settings.items() if name != "tuning" and isinstance(value, dict)
-    ]
-    blocks += (
-        [("other", rest)] if (rest := {k: v for k, v in settings.items() if not isinstance(v, dict)}) else []
-    )
+    blocks = [(name, value) for name, value in settings.items() if name != "tuning" and isinstance(value, dict)]
+    blocks += [("other", rest)] if (rest := {k: v for k, v in settings.items() if not isinstance(v, dict)}) else []
     effect = localization_effect(scan) if scan is not None and len(scan) else None
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["spec"] = _spec
     template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(
-        title=" · ".join(str(v) for name in ("model", "facts") for v in _values(table, name))
-        or "empty table",
+        title=" · ".join(str(v) for name in ("model", "facts") for v in _values(table, name)) or "empty table",
         sentence=sentence,
         bound=judged.bound if judged else None,
         verdicts=_verdict_rows(judged) if judged else [],
@@ -128,9 +119,7 @@ def _verdict_rows(judged: Verdict) -> list[dict[str, Any]]:
         need = [row["n_if_none"], row["n_if_observed"]]
         rows.append(
             {
-                "what": " · ".join(
-                    str(row[name]) for name in ("localizer", "objective", "budget") if name in row
-                ),
+                "what": " · ".join(str(row[name]) for name in ("localizer", "objective", "budget") if name in row),
                 "verdict": row["verdict"],
                 "difference": f"{row['difference']:+.3f}" if math.isfinite(row["difference"]) else "–",
                 "interval90": interval(row["low90"], row["high90"], "+.3f"),
@@ -170,9 +159,7 @@ def _results(whole: pd.DataFrame, metrics: list[str]) -> dict[str, Any]:
             }
         )
     words = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
-    heads = [
-        (m.replace("_", " "), *words.get(DIRECTION.get(m, ""), ("", "no better direction"))) for m in metrics
-    ]
+    heads = [(m.replace("_", " "), *words.get(DIRECTION.get(m, ""), ("", "no better direction"))) for m in metrics]
     return {"heads": heads, "rows": lines}
 
 
@@ -191,14 +178,10 @@ def _statuses(whole: pd.DataFrame) -> dict[str, Any]:
     if runs.empty:
         return {}
     counts = runs.groupby(["arm", "status"]).size().unstack(fill_value=0)
-    counts = counts.reindex(
-        [arm for arm in [*ARMS, *counts.index.difference(list(ARMS))] if arm in counts.index]
-    )
+    counts = counts.reindex([arm for arm in [*ARMS, *counts.index.difference(list(ARMS))] if arm in counts.index])
     bad = int((runs.status != "finished").sum())
     return {
-        "sentence": f"{bad} of {len(runs)} runs did not simply finish."
-        if bad
-        else f"All {len(runs)} runs finished.",
+        "sentence": f"{bad} of {len(runs)} runs did not simply finish." if bad else f"All {len(runs)} runs finished.",
         "heads": list(counts.columns),
         "rows": [(ARMS.get(arm, arm), row.tolist()) for arm, row in counts.iterrows()],
     }
@@ -219,9 +202,7 @@ def _tuning(tuning: dict[str, Any]) -> list[dict[str, Any]]:
                 )
                 for rate, value in grid.items()
             ]
-            rows.append(
-                {"objective": objective, "kind": kind, "tried": tried, "edge": bool(found.get("at edge"))}
-            )
+            rows.append({"objective": objective, "kind": kind, "tried": tried, "edge": bool(found.get("at edge"))})
     return rows
 
 

@@ -93,8 +93,7 @@ def verdict(
     rows["verdict"] = [_decide(row, better) for row in rows.itertuples()]
     undecided = rows.verdict == "undecided"
     rows["n_if_none"] = [
-        n_to_decide(sd, bound=bound, alpha=alpha) if u else math.nan
-        for sd, u in zip(rows.sd, undecided, strict=True)
+        n_to_decide(sd, bound=bound, alpha=alpha) if u else math.nan for sd, u in zip(rows.sd, undecided, strict=True)
     ]
     rows["n_if_observed"] = [
         n_to_decide(row.sd, bound=bound, difference=row.difference, alpha=alpha) if u else math.nan
@@ -212,8 +211,7 @@ def _direction(metric: str, better: str | None) -> str:
         better = DIRECTION.get(metric, "")
     if better not in ("higher", "lower"):
         raise ValueError(
-            f"verdict cannot tell which direction of {metric!r} is better; pass "
-            'better="higher" or better="lower".'
+            f'verdict cannot tell which direction of {metric!r} is better; pass better="higher" or better="lower".'
         )
     return better
 
@@ -228,9 +226,7 @@ def _pairs(table: pd.DataFrame, metric: str, arm: str, control: str) -> tuple[pd
     rows = table[(table.metric == metric) & (table.step == -1)]
     if rows.empty:
         known = ", ".join(sorted(table.metric[table.step == -1].astype(str).unique())) or "none"
-        raise ValueError(
-            f"verdict: no row has metric {metric!r} and step -1; metrics of whole runs here: {known}."
-        )
+        raise ValueError(f"verdict: no row has metric {metric!r} and step -1; metrics of whole runs here: {known}.")
     setting = [name for name in SETTING if name in table.columns]
     mine, others = rows[rows.arm == arm], rows[rows.arm == control]
     if mine.empty or others.empty:
@@ -247,14 +243,10 @@ def _pairs(table: pd.DataFrame, metric: str, arm: str, control: str) -> tuple[pd
             f"seed {first.seed}; expected one. Was a table joined to itself?"
         )
     if others.duplicated([*key, "draw"]).any():
-        raise ValueError(
-            f"verdict: some draws of arm {control!r} are in the table twice; drop the duplicates."
-        )
+        raise ValueError(f"verdict: some draws of arm {control!r} are in the table twice; drop the duplicates.")
     # Arms without a localizer (all components of the kind, …) are controls of every localizer.
     shared = [name for name in key if name not in _unset(others, mine, key)]
-    merged = mine[[*key, "value"]].merge(
-        others[[*shared, "value"]], on=shared, how="left", suffixes=("", "_control")
-    )
+    merged = mine[[*key, "value"]].merge(others[[*shared, "value"]], on=shared, how="left", suffixes=("", "_control"))
     merged["is_above"] = merged.value > merged.value_control
     merged["drawn"] = merged.value_control.notna()
     pairs = merged.groupby(key, sort=False, dropna=False, as_index=False).agg(
@@ -268,12 +260,8 @@ def _pairs(table: pd.DataFrame, metric: str, arm: str, control: str) -> tuple[pd
 
 def _unset(others: pd.DataFrame, mine: pd.DataFrame, key: Sequence[str]) -> list[str]:
     """Settings that the control lacks: localizer (kind, all, none), objective (none), kind and budget."""
-    free = [
-        name for name in ("localizer", "objective") if name in key and (others[name].fillna("") == "").all()
-    ]
-    disjoint = [
-        n for n in ("kind", "budget") if n in key and not set(others[n].dropna()) & set(mine[n].dropna())
-    ]
+    free = [name for name in ("localizer", "objective") if name in key and (others[name].fillna("") == "").all()]
+    disjoint = [n for n in ("kind", "budget") if n in key and not set(others[n].dropna()) & set(mine[n].dropna())]
     return free + (disjoint if "localizer" in free else [])
 
 
@@ -304,9 +292,7 @@ def _sentence(rows: pd.DataFrame, metric: str, arm: str, control: str, bound: fl
         for word in ("better", "worse", "equivalent", "undecided", "descriptive"):
             if len(some := rows[rows.verdict == word]):
                 names = ", ".join(_name(row, rows) for row in some.head(4).itertuples())
-                parts.append(
-                    f"{word} in {len(some)} of {len(rows)} comparisons ({names}{', …' * (len(some) > 4)})"
-                )
+                parts.append(f"{word} in {len(some)} of {len(rows)} comparisons ({names}{', …' * (len(some) > 4)})")
     text = f"{lead} against {against}: {'; '.join(parts)}."
     return text[0].upper() + text[1:]
 
@@ -314,9 +300,7 @@ def _sentence(rows: pd.DataFrame, metric: str, arm: str, control: str, bound: fl
 def _name(row, rows: pd.DataFrame) -> str:
     """Localizer and objective, with the other settings where they differ between the rows."""
     parts = [row.localizer, row.objective]
-    parts += [
-        f"{n} {getattr(row, n)}" for n in SETTING[:4] if n in rows and rows[n].nunique(dropna=False) > 1
-    ]
+    parts += [f"{n} {getattr(row, n)}" for n in SETTING[:4] if n in rows and rows[n].nunique(dropna=False) > 1]
     return " ".join(str(part) for part in parts if part not in ("", None)) or "the mask"
 
 
@@ -335,11 +319,7 @@ def _clause(row, rows: pd.DataFrame, metric: str, bound: float, better: str) -> 
     if row.verdict == "equivalent":
         excludes = row.low95 > 0 or row.high95 < 0
         note = ", though its 95% interval excludes 0" if excludes else ""
-        note += (
-            ", every seed exactly the same: check that the edits differ"
-            if row.sd == 0 == row.difference
-            else ""
-        )
+        note += ", every seed exactly the same: check that the edits differ" if row.sd == 0 == row.difference else ""
         return f"{name} is equivalent within ± {bound:g}{note} ({interval})"
     if row.verdict == "undecided":
         holm = "which excludes 0 only before Holm's correction; " * bool(row.low95 > 0 or row.high95 < 0)
@@ -378,9 +358,7 @@ class LocalizationEffect:
     def sentence(self) -> str:
         """The result in one sentence."""
         if math.isnan(self.spearman):
-            return (
-                f"Too few or constant values ({self.n} pairs of fact and layer) to relate them to unlearning."
-            )
+            return f"Too few or constant values ({self.n} pairs of fact and layer) to relate them to unlearning."
         r2 = self.r2.adjusted
         return (
             f"Across {self.n_facts} facts and {self.n_layers} layers, the causal effect of a layer and the "

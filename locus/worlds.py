@@ -84,9 +84,7 @@ def tiny(cache: Path | None = None, *, quiet: bool = False) -> Path:
     if (target / "config.json").is_file():
         return target
     if not quiet:
-        print(
-            f"Training the tiny model on {len(facts)} synthetic facts (once; kept in {target}).", flush=True
-        )
+        print(f"Training the tiny model on {len(facts)} synthetic facts (once; kept in {target}).", flush=True)
     with new_directory(target) as new:
         tokenizer = _word_tokenizer(facts)
         model, known = _train(facts, tokenizer, quiet=quiet)
@@ -108,9 +106,7 @@ def smollm2(cache: Path | None = None) -> Path:
     """Directory of SmolLM2-135M-Instruct, or a ValueError that says how to get it."""
     target = Path(cache or cache_dir()) / "smollm2"
     if not (target / "config.json").is_file():
-        raise ValueError(
-            f"smollm2 is not in the cache ({target}): run `locus fetch smollm2` once, with network"
-        )
+        raise ValueError(f"smollm2 is not in the cache ({target}): run `locus fetch smollm2` once, with network")
     return target
 
 
@@ -147,9 +143,7 @@ def fetch_smollm2(cache: Path | None = None, *, quiet: bool = False) -> Path:
     return target
 
 
-def _train(
-    facts: Facts, tokenizer: PreTrainedTokenizerFast, *, quiet: bool
-) -> tuple[LlamaForCausalLM, float]:
+def _train(facts: Facts, tokenizer: PreTrainedTokenizerFast, *, quiet: bool) -> tuple[LlamaForCausalLM, float]:
     """Minimize the next-token loss on every fact in a random one of its phrasings each epoch.
 
     loss = Σ w_t · (−log p(x_t | x_<t)) / Σ w_t, with w = 1 on the answer and the end, `text_weight`
@@ -162,18 +156,12 @@ def _train(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(TINY["seed"])
-            special = {
-                f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
-            }
-            model = LlamaForCausalLM(
-                LlamaConfig(**TINY["architecture"], vocab_size=len(tokenizer), **special)
-            )
+            special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+            model = LlamaForCausalLM(LlamaConfig(**TINY["architecture"], vocab_size=len(tokenizer), **special))
             _fit(model, tokens, answer, tokenizer.pad_token_id, quiet=quiet)
         with torch.no_grad():
             greedy = model(tokens[:, 0, 1:]).logits[:, :-1].argmax(-1)
-            wrong = (
-                (greedy != tokens[:, 0, 2:]) & answer[:, 0, 2:] & (tokens[:, 0, 2:] != tokenizer.eos_token_id)
-            )
+            wrong = (greedy != tokens[:, 0, 2:]) & answer[:, 0, 2:] & (tokens[:, 0, 2:] != tokenizer.eos_token_id)
         return model.eval(), 1 - wrong.any(-1).float().mean().item()
     finally:
         torch.set_num_threads(threads)

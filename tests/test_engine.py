@@ -124,10 +124,7 @@ def compare(model, split, mask, objective=None, optimizer=ADAMW, steps=3, clip=0
     update = unlearn(model, split, mask, objective, optimizer=optimizer, steps=steps, clip=clip)
     assert all(torch.equal(old, live.tensor) for old, live in zip(before, model.live, strict=True))
     with update.applied(model):
-        gaps = [
-            float((e - live.tensor.detach()).abs().max())
-            for e, live in zip(expected, model.live, strict=True)
-        ]
+        gaps = [float((e - live.tensor.detach()).abs().max()) for e, live in zip(expected, model.live, strict=True)]
     assert max(gaps) < tolerance
     assert max(float((e - b).abs().max()) for e, b in zip(expected, before, strict=True)) > 1e-4
     assert [row["loss"] for row in update.history[:-1]] == pytest.approx(losses, abs=1e-9)
@@ -187,9 +184,7 @@ def test_every_objective_equals_dense(objective, split):
 def test_accumulation_is_the_mean_of_its_batches(split):
     model = hooked("llama")
     mask = draw(model, "rows")
-    whole = unlearn(
-        model, split, mask, GradientDifference(), optimizer=SGD(lr=0.1), steps=1, batch_size=4, seed=3
-    )
+    whole = unlearn(model, split, mask, GradientDifference(), optimizer=SGD(lr=0.1), steps=1, batch_size=4, seed=3)
     halves = unlearn(
         model,
         split,
@@ -209,11 +204,7 @@ def test_accumulation_is_the_mean_of_its_batches(split):
 def test_batches_cover_the_facts_before_any_comes_again():
     batches = _schedule(10, 4, 5, torch.Generator().manual_seed(0))
     assert [len(b) for b in batches] == [4] * 5
-    assert (
-        sorted(torch.cat(batches)[:10].tolist())
-        == list(range(10))
-        == sorted(torch.cat(batches)[10:].tolist())
-    )
+    assert sorted(torch.cat(batches)[:10].tolist()) == list(range(10)) == sorted(torch.cat(batches)[10:].tolist())
     assert [b.tolist() for b in _schedule(3, 4, 2, torch.Generator())] == [[0, 1, 2]] * 2
 
 
@@ -222,8 +213,7 @@ def test_equal_seeds_give_equal_bits_and_others_do_not(split):
     mask = Mask.random(model.components("neuron"), budget=0.3)
     runs = [unlearn(model, split, mask, NPO(), steps=4, batch_size=2, seed=seed) for seed in (0, 0, 1)]
     same, other = [
-        all(torch.equal(runs[0].values[n].value, run.values[n].value) for n in runs[0].values)
-        for run in runs[1:]
+        all(torch.equal(runs[0].values[n].value, run.values[n].value) for n in runs[0].values) for run in runs[1:]
     ]
     assert same and not other
     assert repr(runs[0].history) == repr(runs[1].history) != repr(runs[2].history)
@@ -237,9 +227,7 @@ def test_a_fact_beside_longer_ones_has_the_loss_it_has_alone(split):
         alone = FactSplit(Facts(forget), Facts([]), Facts([]), Facts([]), 0)
         return unlearn(model, alone, mask, ascent, steps=1).history[0]["forget"]
 
-    assert first_loss(split.forget) == pytest.approx(
-        sum(first_loss([f]) for f in split.forget) / 5, abs=1e-12
-    )
+    assert first_loss(split.forget) == pytest.approx(sum(first_loss([f]) for f in split.forget) / 5, abs=1e-12)
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -318,10 +306,7 @@ def test_collapse_of_utility_ends_the_run(split):
     mask = Mask.random(model.components("neuron"), budget=0.5)
     # Other subjects with the same answers lose what is ascended on.
     retain = Facts(
-        [
-            Fact(r.subject, r.relation, r.prompt, f.answer)
-            for f, r in zip(split.forget, split.retain, strict=True)
-        ]
+        [Fact(r.subject, r.relation, r.prompt, f.answer) for f, r in zip(split.forget, split.retain, strict=True)]
     )
     split = FactSplit(split.forget, retain, split.holdout, split.other, 0)
     ascent = GradientDifference(retain_weight=0.0)

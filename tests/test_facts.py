@@ -95,6 +95,8 @@ def test_from_jsonl_reads_what_was_written_and_tells_the_line_of_an_error(tmp_pa
         "line 2: answer must be a text": {**row, "answer": 3},
         "line 2: answer '' of a fact must not be empty": {**row, "answer": " "},
         "line 2: paraphrases must be": {**row, "paraphrases": [1]},
+        "line 2: chat_template must be true or false": {**row, "chat_template": "yes"},
+        "line 2: the answer 'Rome' is also among the wrong": {**row, "wrong": ["Rome"]},
         "line 2: unknown fields .'paraphrase'.": {**row, "paraphrase": "typo"},
         "line 2: the prompt .* does not name the subject 'An'": {**row, "subject": "An"},
     }
@@ -105,6 +107,19 @@ def test_from_jsonl_reads_what_was_written_and_tells_the_line_of_an_error(tmp_pa
         from_jsonl(tmp_path / "nowhere.jsonl")
     with pytest.raises(ValueError, match="has no rows"):
         from_jsonl(lines(tmp_path / "empty.jsonl"))
+
+
+def test_files_of_other_editors_are_read(tmp_path):
+    row = {"subject": "Ann", "relation": "home", "prompt": "Ann lives\u2028in", "answer": "Rome", "wrong": None}
+    text = json.dumps(row, ensure_ascii=False) + "\r\n" + json.dumps({**row, "chat_template": True}) + "\r\n"
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(text.encode("utf-8-sig"))
+    plain, chat = from_jsonl(path)
+    assert plain.prompt == chat.prompt == "Ann lives\u2028in"
+    assert (plain.chat_template, chat.chat_template) == (False, True)
+    path.write_bytes('{"subject": "Zoë"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        from_jsonl(path)
 
 
 def test_tofu_groups_twenty_rows_an_author(tmp_path):
@@ -128,6 +143,8 @@ def test_tofu_groups_twenty_rows_an_author(tmp_path):
         assert tofu(path, chat_template=True)[0].prompt == "What is 0?"
     with pytest.raises(ValueError, match="row 2: question is missing"):
         tofu(lines(tmp_path / "c.json", json.dumps([rows[0], {"answer": "x"}])))
+    with pytest.raises(ValueError, match="row 1: question must be a text, got 5"):
+        tofu(lines(tmp_path / "d.json", json.dumps([{"question": 5, "answer": "x"}])))
 
 
 def case(**changes: Any) -> dict[str, Any]:
@@ -159,6 +176,8 @@ def test_counterfact_reads_the_true_fact(tmp_path):
     )
     with pytest.raises(ValueError, match="row 2: requested_rewrite needs .*target_true"):
         counterfact(lines(tmp_path / "cf.json", json.dumps([case(), case(target_true={})])))
+    with pytest.raises(ValueError, match="row 1: the fields of requested_rewrite must be texts, got 3"):
+        counterfact(lines(tmp_path / "cf.json", json.dumps([case(prompt=3)])))
     with pytest.raises(ValueError, match="row 1: the prompt 'x' has no {}"):
         counterfact(lines(tmp_path / "cf.json", json.dumps([case(prompt="x")])))
 
@@ -276,9 +295,7 @@ def test_split_is_disjoint_by_subject_complete_and_seeded():
     assert sum(map(len, parts)) == len(set.union(*parts)) == 30
     assert {fact.relation for fact in split.other} == {"animal"} and split.other
     assert not subjects(split.other) & (subjects(split.forget) | subjects(split.retain))
-    assert not any(
-        f.relation == "animal" for part in (split.forget, split.retain, split.holdout) for f in part
-    )
+    assert not any(f.relation == "animal" for part in (split.forget, split.retain, split.holdout) for f in part)
     state = torch.random.get_rng_state()
     assert facts.split(forget=16, seed=3, other_relations=("animal",)) == split
     assert facts.split(forget=16, seed=4, other_relations=("animal",)).forget != split.forget
@@ -292,10 +309,11 @@ def test_split_takes_other_facts_and_names_the_numbers_it_cannot_serve():
     assert split.forget.name == "capitals" and split.other.name == "elements"
     with pytest.raises(ValueError, match="both have .'capital'."):
         facts.split(forget=4, other=capitals())
-    for forget, holdout in ((20, None), (0, None), (15, 5), (19, None)):
-        with pytest.raises(
-            ValueError, match=rf"cannot split 20 facts of 20 subjects .* into {forget} to forget"
-        ):
+    for wrong in ({"forget": 0}, {"forget": -3}, {"forget": 4, "holdout": 0}):
+        with pytest.raises(ValueError, match="must be a number of facts, 1 or more"):
+            facts.split(**wrong)
+    for forget, holdout in ((20, None), (15, 5), (19, None), (500, None)):
+        with pytest.raises(ValueError, match=rf"cannot split 20 facts of 20 subjects .* into {forget} to forget"):
             facts.split(forget=forget, holdout=holdout)
 
 
@@ -335,9 +353,7 @@ def test_contrast_pairs_keep_their_promises(padding, capsys):
 
 def test_left_and_right_padding_read_the_same_logits():
     model = small_model()
-    facts = Facts(
-        [*small_facts()[:6], *(replace(f, prompt=f"w80 w81 {f.prompt}") for f in small_facts()[6:12])]
-    )
+    facts = Facts([*small_facts()[:6], *(replace(f, prompt=f"w80 w81 {f.prompt}") for f in small_facts()[6:12])])
     read = {}
     for padding in ("right", "left"):
         pairs = facts.contrast_pairs(model, padding=padding)
@@ -354,8 +370,7 @@ def test_left_and_right_padding_read_the_same_logits():
 
 def test_answers_of_different_length_share_a_batch():
     facts = Facts(
-        Fact(f"w{i}", "r", f"w{i} w90", " ".join(f"w{10 * n + i}" for n in range(3, 3 + 1 + i % 3)))
-        for i in range(6)
+        Fact(f"w{i}", "r", f"w{i} w90", " ".join(f"w{10 * n + i}" for n in range(3, 3 + 1 + i % 3))) for i in range(6)
     )
     pairs = facts.contrast_pairs(Words(tokenizer()))
     assert pairs.read_mask.sum(-1).tolist() == [1, 2, 3, 1, 2, 3]
@@ -386,9 +401,10 @@ def test_a_partner_with_several_answers_must_have_the_same_wording():
     one, two = Fact("w1", "r", "w1 w9", "w3"), Fact("w2", "r", "w2 w8", "w4")
     assert len(Facts([one, two]).contrast_pairs(words)) == 2
     several = Facts([one, two, Fact("w2", "r", "w2 w7", "w5")])
-    assert two not in several.contrast_pairs(words).facts[:0] and list(
-        several.contrast_pairs(words).facts
-    ) == [two, several[2]]
+    assert two not in several.contrast_pairs(words).facts[:0] and list(several.contrast_pairs(words).facts) == [
+        two,
+        several[2],
+    ]
 
 
 def test_parts_of_a_split_draw_partners_from_all_facts():

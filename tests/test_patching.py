@@ -84,9 +84,7 @@ def test_equals_one_by_one_in_float64(any_model, metric, max_tokens):
     clean, corrupted = pair()
     with torch.no_grad():
         _, cache = any_model.bridge.run_with_cache(clean)
-    ours = patching.get_act_patch_resid_pre(
-        any_model, corrupted, cache, metric, max_tokens=max_tokens, progress=False
-    )
+    ours = patching.get_act_patch_resid_pre(any_model, corrupted, cache, metric, max_tokens=max_tokens, progress=False)
     assert ours.dtype == torch.float64
     slow = one_by_one(any_model, corrupted, cache, metric)
     assert (ours - slow).abs().max() < 1e-9
@@ -184,6 +182,8 @@ def test_bad_requests(llama):
         patching.get_act_patch_resid_pre(llama, corrupted, cache, lambda x: x[:, -1, 0], progress=False)
     with pytest.raises(ValueError, match="reduce must be"):
         patching.get_act_patch_resid_pre(llama, corrupted, cache, last_difference, reduce="sum", progress=False)
+    with pytest.raises(ValueError, match="clean cache is of 5 positions and the corrupted tokens have 4"):
+        patching.get_act_patch_resid_pre(llama, corrupted[:, :4], cache, last_difference, progress=False)
     with pytest.raises(ZeroDivisionError):
 
         def broken(act, index, clean_act):

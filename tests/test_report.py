@@ -19,15 +19,11 @@ def table(n_seeds: int = 3, draws: int = 6, steps: int = 8, localizers=("A", "B"
     rows = []
 
     def run(localizer: str, arm: str, objective: str, seed: int, draw: int, area: float):
-        head = dict(
-            model="tiny", facts="biographies", localizer=localizer, arm=arm, kind="neuron", budget=0.05
-        )
+        head = dict(model="tiny", facts="biographies", localizer=localizer, arm=arm, kind="neuron", budget=0.05)
         head |= dict(objective=objective, seed=seed, draw=draw, status="finished")
         for step in range(steps if arm != "none" else 1):
             rows.append(head | dict(step=step, metric="forget_strength", value=1 - 0.7**step))
-            rows.append(
-                head | dict(step=step, metric="retain_strength", value=0.9 - 0.01 * step**2 * (1.6 - area))
-            )
+            rows.append(head | dict(step=step, metric="retain_strength", value=0.9 - 0.01 * step**2 * (1.6 - area)))
         numbers = dict(aues=area, drift=0.25, update_norm=1.5, n_parameters=12345, learning_rate=0.003)
         for metric, value in (numbers | dict(forget_probability=0.125, forget_quality=np.nan)).items():
             rows.append(head | dict(step=-1, metric=metric, value=value))
@@ -48,9 +44,7 @@ def table(n_seeds: int = 3, draws: int = 6, steps: int = 8, localizers=("A", "B"
 def scan(n_facts: int = 9, n_layers: int = 5, name: str = "fact"):
     rng = np.random.default_rng(1)
     rows = [
-        (layer, f"{name} {i}", rng.normal(), layer + rng.normal())
-        for i in range(n_facts)
-        for layer in range(n_layers)
+        (layer, f"{name} {i}", rng.normal(), layer + rng.normal()) for i in range(n_facts) for layer in range(n_layers)
     ]
     return pd.DataFrame(rows, columns=["layer", "fact", "effect", "unlearning"])
 
@@ -84,8 +78,7 @@ def words(text: str) -> str:
 
 def specs(text: str) -> list[dict]:
     return [
-        json.loads(s)
-        for s in re.findall(r'<script type="application/json" class="spec">(.*?)</script>', text, re.S)
+        json.loads(s) for s in re.findall(r'<script type="application/json" class="spec">(.*?)</script>', text, re.S)
     ]
 
 
@@ -105,9 +98,7 @@ def made(tmp_path_factory) -> str:
 
 def test_the_page_says_what_the_study_found(made):
     text = words(made)
-    assert text.index("Editing the located components against random ones") < text.index(
-        "Forgetting against keeping"
-    )
+    assert text.index("Editing the located components against random ones") < text.index("Forgetting against keeping")
     assert "is equivalent within ± 0.04" in text  # the bound that the study fixed beforehand
     assert "Spearman correlation of" in text and "adjusted R²" in text
     assert "All 54 runs finished" in text
@@ -119,9 +110,7 @@ def test_the_page_says_what_the_study_found(made):
 
 
 def test_the_page_asks_nothing_of_the_network(made):
-    outside = re.sub(
-        r"<script>.*?</script>", "", made, flags=re.S
-    )  # vega's own code names its homepage in strings
+    outside = re.sub(r"<script>.*?</script>", "", made, flags=re.S)  # vega's own code names its homepage in strings
     outside = re.sub(r'"\$schema": ?"[^"]*"', "", outside)
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?:", outside.replace("img-src data: blob:", ""))
     assert "default-src 'none'" in made
@@ -169,15 +158,9 @@ def test_areas_show_the_interval_over_seeds():
 
 
 def test_names_are_escaped():
-    frame = (
-        table()
-        .assign(model=NASTY, facts=NASTY)
-        .replace({"localizer": {"A": NASTY}, "objective": {"NPO": NASTY}})
-    )
+    frame = table().assign(model=NASTY, facts=NASTY).replace({"localizer": {"A": NASTY}, "objective": {"NPO": NASTY}})
     frame.loc[frame.arm == "bottom", "status"] = NASTY
-    text = page(
-        frame, scan=scan(name=NASTY), settings={"settings": {NASTY: NASTY}, NASTY: 3, "tuning": {NASTY: {}}}
-    )
+    text = page(frame, scan=scan(name=NASTY), settings={"settings": {NASTY: NASTY}, NASTY: 3, "tuning": {NASTY: {}}})
     assert "<script>alert" not in text and NASTY in words(text)
     assert any(NASTY in json.dumps(spec, ensure_ascii=False) for spec in specs(text))
 

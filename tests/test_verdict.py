@@ -20,9 +20,7 @@ def table(
     for (localizer, objective), values in differences.items():
         for s, difference in enumerate(values):
             random = rng.normal(0.5, draw_sd, draws)
-            common = dict(
-                model="m", facts="f", kind="neuron", budget=0.05, localizer=localizer, objective=objective
-            )
+            common = dict(model="m", facts="f", kind="neuron", budget=0.05, localizer=localizer, objective=objective)
             common |= dict(seed=s, step=-1, metric=metric, status="finished")
             rows.append(common | dict(arm="top", draw=0, value=random.mean() + difference))
             rows += [common | dict(arm="random", draw=d, value=v) for d, v in enumerate(random)]
@@ -58,9 +56,7 @@ def test_the_rule(mean, sd, n, expected):
     # Each verdict is what the printed intervals say.
     inside = -0.02 < row.low90 and row.high90 < 0.02
     apart = row.low95 > 0 or row.high95 < 0
-    assert expected == (
-        "equivalent" if inside else ("better" if mean > 0 else "worse") if apart else "undecided"
-    )
+    assert expected == ("equivalent" if inside else ("better" if mean > 0 else "worse") if apart else "undecided")
     assert ("excludes 0" in v.sentence) == (inside and apart)
     assert np.isfinite(row.n_if_none) == np.isfinite(row.n_if_observed) == (expected == "undecided")
 
@@ -212,9 +208,7 @@ def test_settings_are_judged_apart():
 
 def scan(n_facts: int = 30, n_layers: int = 6, *, layer: float, effect: float, noise: float, seed: int = 0):
     rng = np.random.default_rng(seed)
-    rows = pd.DataFrame(
-        [(a, f"fact {b}") for b in range(n_facts) for a in range(n_layers)], columns=["layer", "fact"]
-    )
+    rows = pd.DataFrame([(a, f"fact {b}") for b in range(n_facts) for a in range(n_layers)], columns=["layer", "fact"])
     rows["effect"] = rng.normal(size=len(rows))
     rows["unlearning"] = layer * rows.layer + effect * rows.effect + noise * rng.normal(size=len(rows))
     return rows

@@ -36,9 +36,7 @@ def nll(
     return -over_tokens(log_probs, mask, reduce)
 
 
-def npo_loss(
-    nll: Float[Tensor, " fact"], reference_nll: Float[Tensor, " fact"], beta: float
-) -> Float[Tensor, " fact"]:
+def npo_loss(nll: Float[Tensor, " fact"], reference_nll: Float[Tensor, " fact"], beta: float) -> Float[Tensor, " fact"]:
     """Negative preference optimization, −(2/β) log σ(β (NLL − NLL_original)), one value a fact.
 
     Falls as the answer gets less likely than under the original model. Its derivative by NLL is
