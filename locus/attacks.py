@@ -33,7 +33,7 @@ from locus.metrics import Targets, log_probability
 from locus.models import HookedModel
 from locus.unlearn import AdamW, NextToken, Update, unlearn
 from locus.unlearn.engine import _schedule
-from locus.unlearn.update import Status, checksum, stored
+from locus.unlearn.update import Status, checksum
 
 COLUMNS = "attack lr step part metric n value low high status seed".split()
 Checkpoint = Callable[[int], None]
@@ -420,7 +420,7 @@ def _in_block(name: str) -> bool:
 
 
 def _bits(model: HookedModel) -> str:
-    return checksum((name, stored(model, name), None) for name in model.weights)
+    return checksum((name, model.stored(name), None) for name in model.weights)
 
 
 def _checkpoints(one: FullRelearn | LoRARelearn | Unrelated) -> set[int]:

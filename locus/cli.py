@@ -95,6 +95,11 @@ def localize(
     """
     import locus
 
+    for option, value in (("--n", n), ("--top", top)):
+        if value < 1:
+            raise ValueError(f"{option} must be 1 or more, got {value}.")
+    if save and save.is_dir():
+        raise ValueError(f"{save} is a folder; --save takes the name of a file, as in --save scores.safetensors.")
     loaded = _load(model)
     known = _facts(facts, model)[0].known_by(loaded)
     pairs = known.contrast_pairs(loaded, seed=seed)[:n]
@@ -143,6 +148,10 @@ def unlearn(
     import locus
     from locus.evaluate import evaluate
 
+    optimizer = locus.AdamW(lr=lr)
+    for option, folder in (("--out", out), ("--save-model", save_model)):
+        if folder and folder.exists():
+            raise ValueError(f"{folder} exists already; give a new folder to {option}.")
     loaded = _load(model)
     known, other = _facts(facts, model)
     split = known.known_by(loaded).split(forget=forget, seed=seed, other=other)
@@ -156,17 +165,25 @@ def unlearn(
         split,
         mask,
         _objective(objective),
-        optimizer=locus.AdamW(lr=lr),
+        optimizer=optimizer,
         steps=steps,
         seed=seed,
         progress=True,
     )
+    if update.status == "diverged":
+        raise ValueError(
+            f"the update diverged after {update.history[-1]['step']} steps (loss or weights are not finite), so "
+            f"nothing is measured or saved; take a smaller --lr than {lr:g}."
+        )
     with update.applied(loaded):
         after = evaluate(loaded, split, reference=before)
         if save_model:
             loaded.save_pretrained(save_model)
     print(f"{update.status}: {update.n_changed:,} entries changed, L2 norm {update.norm:.4g}")
+    if update.status == "collapsed":
+        print("The retained answers were lost, so the run was ended early; take a smaller --lr.", file=sys.stderr)
     frame = before.rows().merge(after.rows(), on=["part", "metric", "better", "n"], suffixes=(" before", " after"))
+    frame = frame[frame.n > 0]
     print(frame[["part", "metric", "better", "n", "mean before", "mean after"]].round(3).to_string(index=False))
     if out:
         update.save(out)
@@ -249,8 +266,8 @@ def study(
     """Does the true location help? Plant knowledge in a known region, then unlearn it there and elsewhere.
 
     Teaches the model the facts to keep, then the facts to forget only inside a random region V, so that the true
-    location is certain; then unlearns them in V, in random regions of the same size outside V, in located components and
-    in all parameters, and attacks what is left. It can be stopped at any moment; the same command goes on.
+    location is certain; then unlearns them in V, in random regions of the same size outside V, in located components
+    and in all parameters, and attacks what is left. It can be stopped at any moment; the same command goes on.
 
     Example: locus study --objectives wga npo --seeds 0 1 2 3 4
 
@@ -411,13 +428,13 @@ def main(arguments: list[str] | None = None) -> int:
     commands = {f.__name__: f for f in (compare, study, localize, unlearn, sites, report, fetch)}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="locus", description=PROGRAM, args=arguments)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"locus: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         # The reader (head, less) has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (ValueError, OSError) as error:
+        print(f"locus: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         words = sys.argv[1:] if arguments is None else arguments
         kept = " What is finished is kept; the same command goes on" if words[:1] == ["compare"] else ""

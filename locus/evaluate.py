@@ -93,8 +93,10 @@ def score(model: HookedModel, batch: Batch, *, rows: int = 32) -> Answers:
         with hooks.read_only(model, read):  # the vocabulary is large and answers are short
             logits = model.logits(chunk.tokens, chunk.attention_mask).cpu()
         correct = (logits.argmax(-1) == targets.answer) & targets.mask
-        strength = strength_of(correct, targets.mask).double()
-        whole = whole_answer(correct, targets.mask).double()
+        # The arg-max of NaN is a token like any other: a broken model would look like one that has forgotten.
+        broken = (logits.isnan().any(-1) & targets.mask).any(-1)
+        strength = strength_of(correct, targets.mask).double().masked_fill(broken, math.nan)
+        whole = whole_answer(correct, targets.mask).double().masked_fill(broken, math.nan)
         parts.append((log_probability(logits, targets).double(), strength, whole))
     return Answers(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
 
@@ -382,6 +384,8 @@ def drift_text(
     text: a text file of yours, cut into windows of `length` tokens (the first n full ones); None = n texts of `length`
     tokens that the model samples itself from its start token, at temperature 1, always the same for one seed.
     """
+    if n < 1 or length < 1:
+        raise ValueError(f"drift needs at least one text of at least one token, got n={n} and length={length}.")
     if text is None:
         tokens = _sample(model, n, length, seed)
     else:

@@ -1,9 +1,11 @@
 """Masks: which components, or which parameter entries, **may change**. `True` = may change, everywhere."""
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -252,7 +254,7 @@ class Mask:
         like, match="uniform": the same per kind only, in any layer
         disjoint_from: choose none of that mask's components
         """
-        rng = np.random.default_rng(seed)
+        rng = _generator(seed)
         if like is not None and components is None and budget is None:
             return _draws(like, 1, match=match, exclude=disjoint_from, rng=rng, recipe={"seed": seed})[0]
         if like is not None or components is None or budget is None:
@@ -386,7 +388,7 @@ def controls(mask: Mask, n: int = 20, *, match: str = "layer", disjoint: bool = 
     if n < 1:
         raise ValueError(f"controls got n={n}; expected at least one draw.")
     exclude = mask if disjoint else None
-    rng = np.random.default_rng(seed)
+    rng = _generator(seed)
     return _draws(mask, n, match=match, exclude=exclude, rng=rng, recipe={"seed": seed})
 
 
@@ -452,7 +454,7 @@ def _prefix(
     components: Components, order: Int[Tensor, " chosen"], budget: float, what: str
 ) -> Bool[Tensor, " component"]:
     """The longest prefix of an order whose parameters are within the budget, so that budgets nest."""
-    if not 0 < budget <= 1:
+    if not isinstance(budget, Real) or not 0 < budget <= 1:
         raise ValueError(f"{what} got budget={budget!r}; expected a fraction of the parameters, in (0, 1].")
     total = int(components.sizes.sum())
     # Fraction(str(...)) is the number as written: 0.29 of 100 is 29, which floating point makes 28.
@@ -508,6 +510,13 @@ def _hugging_face_name(name: str, model: Any) -> str:
         return bare
     candidates = [f"model.{bare}", bare.removeprefix("model."), f"transformer.{bare}", f"gpt_neox.{bare}"]
     return next((candidate for candidate in candidates if candidate in model.weights), bare)
+
+
+def _generator(seed: int) -> np.random.Generator:
+    try:
+        return np.random.default_rng(operator.index(seed))
+    except (TypeError, ValueError):
+        raise ValueError(f"a seed must be an integer of at least 0, got {seed!r}") from None
 
 
 def _pack(selected: Bool[Tensor, "..."]) -> Tensor:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ class HookedModel:
         tokenizer: the tokenizer, as saved with the model (no token is added that it does not add itself).
         weights: Hugging Face parameter name → the stored tensor; tied names once.
         live: what the forward pass reads (see `LiveParameter`).
-        fingerprint: first 12 hex digits of the SHA-256 of the weights as loaded.
+        fingerprint: first 12 hex digits of the SHA-256 of the weights as loaded; components and masks carry it.
         parity: largest difference of its logits from plain Hugging Face's, on a fixed batch.
         fast: whether the model can be continued from an inner layer (`hooks.Trace`), with the same logits.
     """
@@ -86,7 +86,21 @@ class HookedModel:
         self._names = {id(p): n for n, p in weights.items()}
         self.live = tuple(_live_parameters(self))
         self._live_by_id = {id(live.tensor): live for live in self.live}
-        self.fingerprint = _fingerprint(weights)
+        self.fingerprint = _fingerprint(weights.items())
+        self._hashed = (self._versions(), self.fingerprint)
+
+    @property
+    def state(self) -> str:
+        """`fingerprint` of the weights as they are now, edits in place included; an `Update` belongs to a state."""
+        versions = self._versions()
+        if versions != self._hashed[0]:
+            self._hashed = (versions, _fingerprint((name, self.stored(name)) for name in self.weights))
+        return self._hashed[1]
+
+    def _versions(self) -> tuple[tuple[int, int], ...]:
+        """Changes with every write to a weight: where each tensor is, and torch's count of writes to it."""
+        tensors = (*self.weights.values(), *(live.tensor for live in self.live))
+        return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
 
     @property
     def cfg(self) -> Any:
@@ -139,6 +153,15 @@ class HookedModel:
             if live.name == name and live.index is not None:
                 live.tensor.copy_(live.take(self.weights[name]))
 
+    @torch.no_grad()
+    def stored(self, name: str) -> Tensor:
+        """A copy of a parameter as it would be saved; a fused one rebuilt from what the forward pass reads."""
+        tensor = self.weights[name].detach().clone(memory_format=torch.contiguous_format)
+        for live in self.live:
+            if live.name == name and live.index is not None:
+                live.put(tensor, live.tensor.detach())
+        return tensor
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """No parameter asks for a gradient inside; what asked before asks again afterwards."""
@@ -165,10 +188,7 @@ class HookedModel:
         directory = Path(directory)
         if directory.exists() and any(directory.iterdir()):
             raise ValueError(f"{directory} is not empty; choose a new directory for the model")
-        stored = {name: p.detach().clone() for name, p in self.weights.items()}
-        for live in self.live:
-            if live.index is not None:
-                live.put(stored[live.name], live.tensor.detach())
+        stored = {name: self.stored(name) for name in self.weights}
         config = self.bridge.original_model.config
         with torch.random.fork_rng():
             plain = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
@@ -358,9 +378,9 @@ def _reloadable(tokenizer: Any) -> Any:
         return copy
 
 
-def _fingerprint(weights: dict[str, nn.Parameter]) -> str:
+def _fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, p in weights.items():
+    for name, p in weights:
         digest.update(json.dumps([name, list(p.shape), str(p.dtype)]).encode())
         digest.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:12]

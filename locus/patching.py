@@ -101,7 +101,7 @@ def generic_activation_patch(
         The metric for each cell: a tensor over the axes, flat when `index_df` is given; or a `PatchingResult`.
 
     Raises:
-        ValueError: a metric has the wrong shape, or `reduce` is unknown.
+        ValueError: a metric has the wrong shape, `reduce` is unknown, or clean and corrupted run differ in length.
     """
     model = _hooked(model)
     metrics = dict(patching_metric) if isinstance(patching_metric, Mapping) else {"metric": patching_metric}
@@ -148,6 +148,14 @@ def generic_activation_patch(
     def act_name(layer: int) -> str:
         return tl_utilities.get_act_name(activation_name, layer=layer)
 
+    if patch_setter.__module__ == tl.__name__:  # one of the user's own may take a cache of any shape
+        axis = 2 if activation_name == "pattern" else 1
+        found = clean_cache[act_name(cells[0][0])].shape[axis]
+        if found != corrupted_tokens.shape[1]:
+            raise ValueError(
+                f"the clean cache is of {found} positions and the corrupted tokens have {corrupted_tokens.shape[1]}; "
+                "patching needs prompts of the same length, token by token"
+            )
     values = torch.zeros(len(metrics), len(cells), *base.shape[1:], dtype=base.dtype, device=base.device)
     if not same:
         print(

@@ -99,6 +99,27 @@ def test_unlearn(small, capsys, tmp_path):
     assert code == 0 and "entries changed" in out and "mean after" in out and edit.is_dir()
 
 
+def test_mistakes_are_refused_before_any_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "_load", lambda name: pytest.fail("a model was loaded"))
+    for words, said in (
+        (("unlearn", "tiny", "--out", str(tmp_path)), "--out"),
+        (("unlearn", "tiny", "--save-model", str(tmp_path)), "--save-model"),
+        (("unlearn", "tiny", "--lr", "nan"), "lr must be finite"),
+        (("unlearn", "tiny", "--lr", "-1"), "lr must be finite"),
+        (("localize", "tiny", "--n", "0"), "--n"),
+        (("localize", "tiny", "--top", "-1"), "--top"),
+        (("localize", "tiny", "--save", str(tmp_path)), "name of a file"),
+    ):
+        code, out, err = run(capsys, *words)
+        assert code == 2 and out == "" and said in err and err.count("\n") == 1, words
+
+
+def test_a_diverged_update_is_not_saved(small, capsys, tmp_path):
+    edit = tmp_path / "edit"
+    code, _, err = run(capsys, *"unlearn tiny --forget 4 --steps 5 --lr 1e20 --budget 0.2 --out".split(), str(edit))
+    assert code == 2 and "diverged" in err and "smaller --lr" in err and not edit.exists()
+
+
 def test_compare_and_report(small, capsys, tmp_path):
     words = "compare --seeds 0 1 --draws 2 --steps 4 --forget 4 --methods attribution-patching --budget 0.1".split()
     code, out, err = run(capsys, *words, "--out", str(tmp_path / "run"))

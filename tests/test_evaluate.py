@@ -82,6 +82,19 @@ def test_unscored_is_nan_and_never_zero():
     assert all(math.isnan(x) for x in e.interval("forget", "probability"))
 
 
+def test_a_broken_model_has_forgotten_nothing(split):
+    m = model()
+    name = next(iter(m.weights))
+    kept = m.weights[name].detach().clone()
+    m.write(name, torch.full_like(kept, math.nan))
+    try:
+        e = evaluate(m, split)
+    finally:
+        m.write(name, kept)
+    assert all(values.isnan().all() for values in e.per_fact.values())
+    assert math.isnan(e.forget_strength()) and e.n("forget", "exact") == 0
+
+
 def test_relative_probability_is_to_the_original(split):
     original = evaluate(model(), split)
     again = evaluate(model(), split, reference=original)

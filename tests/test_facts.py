@@ -95,6 +95,8 @@ def test_from_jsonl_reads_what_was_written_and_tells_the_line_of_an_error(tmp_pa
         "line 2: answer must be a text": {**row, "answer": 3},
         "line 2: answer '' of a fact must not be empty": {**row, "answer": " "},
         "line 2: paraphrases must be": {**row, "paraphrases": [1]},
+        "line 2: chat_template must be true or false": {**row, "chat_template": "yes"},
+        "line 2: the answer 'Rome' is also among the wrong": {**row, "wrong": ["Rome"]},
         "line 2: unknown fields .'paraphrase'.": {**row, "paraphrase": "typo"},
         "line 2: the prompt .* does not name the subject 'An'": {**row, "subject": "An"},
     }
@@ -105,6 +107,19 @@ def test_from_jsonl_reads_what_was_written_and_tells_the_line_of_an_error(tmp_pa
         from_jsonl(tmp_path / "nowhere.jsonl")
     with pytest.raises(ValueError, match="has no rows"):
         from_jsonl(lines(tmp_path / "empty.jsonl"))
+
+
+def test_files_of_other_editors_are_read(tmp_path):
+    row = {"subject": "Ann", "relation": "home", "prompt": "Ann lives\u2028in", "answer": "Rome", "wrong": None}
+    text = json.dumps(row, ensure_ascii=False) + "\r\n" + json.dumps({**row, "chat_template": True}) + "\r\n"
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(text.encode("utf-8-sig"))
+    plain, chat = from_jsonl(path)
+    assert plain.prompt == chat.prompt == "Ann lives\u2028in"
+    assert (plain.chat_template, chat.chat_template) == (False, True)
+    path.write_bytes('{"subject": "Zoë"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        from_jsonl(path)
 
 
 def test_tofu_groups_twenty_rows_an_author(tmp_path):
@@ -128,6 +143,8 @@ def test_tofu_groups_twenty_rows_an_author(tmp_path):
         assert tofu(path, chat_template=True)[0].prompt == "What is 0?"
     with pytest.raises(ValueError, match="row 2: question is missing"):
         tofu(lines(tmp_path / "c.json", json.dumps([rows[0], {"answer": "x"}])))
+    with pytest.raises(ValueError, match="row 1: question must be a text, got 5"):
+        tofu(lines(tmp_path / "d.json", json.dumps([{"question": 5, "answer": "x"}])))
 
 
 def case(**changes: Any) -> dict[str, Any]:
@@ -159,6 +176,8 @@ def test_counterfact_reads_the_true_fact(tmp_path):
     )
     with pytest.raises(ValueError, match="row 2: requested_rewrite needs .*target_true"):
         counterfact(lines(tmp_path / "cf.json", json.dumps([case(), case(target_true={})])))
+    with pytest.raises(ValueError, match="row 1: the fields of requested_rewrite must be texts, got 3"):
+        counterfact(lines(tmp_path / "cf.json", json.dumps([case(prompt=3)])))
     with pytest.raises(ValueError, match="row 1: the prompt 'x' has no {}"):
         counterfact(lines(tmp_path / "cf.json", json.dumps([case(prompt="x")])))
 
@@ -290,7 +309,10 @@ def test_split_takes_other_facts_and_names_the_numbers_it_cannot_serve():
     assert split.forget.name == "capitals" and split.other.name == "elements"
     with pytest.raises(ValueError, match="both have .'capital'."):
         facts.split(forget=4, other=capitals())
-    for forget, holdout in ((20, None), (0, None), (15, 5), (19, None)):
+    for wrong in ({"forget": 0}, {"forget": -3}, {"forget": 4, "holdout": 0}):
+        with pytest.raises(ValueError, match="must be a number of facts, 1 or more"):
+            facts.split(**wrong)
+    for forget, holdout in ((20, None), (15, 5), (19, None), (500, None)):
         with pytest.raises(ValueError, match=rf"cannot split 20 facts of 20 subjects .* into {forget} to forget"):
             facts.split(forget=forget, holdout=holdout)
 

@@ -80,6 +80,14 @@ def test_a_budget_means_the_number_as_written():
     assert len(Mask.top(scores(heads(10, 10, 1)), 0.29)) == 29
 
 
+def test_budgets_and_seeds_without_meaning_are_refused():
+    for budget in (float("nan"), 0.0, 1.5):
+        with pytest.raises(ValueError, match="expected a fraction"):
+            Mask.top(scores(heads()), budget)
+    with pytest.raises(ValueError, match="a seed must be an integer"):
+        Mask.random(heads(), budget=0.5, seed=-1)
+
+
 def test_a_budget_that_selects_nothing_names_one_that_does():
     s = scores(heads())
     with pytest.raises(ValueError, match="smallest budget that selects something here is 0.03125"):

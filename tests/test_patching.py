@@ -182,6 +182,8 @@ def test_bad_requests(llama):
         patching.get_act_patch_resid_pre(llama, corrupted, cache, lambda x: x[:, -1, 0], progress=False)
     with pytest.raises(ValueError, match="reduce must be"):
         patching.get_act_patch_resid_pre(llama, corrupted, cache, last_difference, reduce="sum", progress=False)
+    with pytest.raises(ValueError, match="clean cache is of 5 positions and the corrupted tokens have 4"):
+        patching.get_act_patch_resid_pre(llama, corrupted[:, :4], cache, last_difference, progress=False)
     with pytest.raises(ZeroDivisionError):
 
         def broken(act, index, clean_act):

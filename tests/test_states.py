@@ -16,7 +16,6 @@ from locus import hooks
 from locus.facts import FactSplit
 from locus.masks import Mask, ParameterMask
 from locus.unlearn import DPO, RMU, SGD, AdamW, MatchMLP, NextToken, SimNPO, Update, unlearn
-from locus.unlearn.update import stored
 
 LR = 0.05
 REFUSAL = "w80 w81 w82 w83"  # longer than any answer
@@ -133,7 +132,7 @@ def perturbed(model, scale=0.05):
 
 
 def load_state(hf_model, model):
-    hf_model.load_state_dict({name: stored(model, name) for name in model.weights}, strict=False)
+    hf_model.load_state_dict({name: model.stored(name) for name in model.weights}, strict=False)
     hf_model.tie_weights()
     return hf_model
 
@@ -170,7 +169,7 @@ def test_steps_are_those_of_autograd_on_the_plain_model(architecture, case, spli
     start, moved = plain(architecture).state_dict(), 0.0
     with update.applied(model):
         for name, p in new.named_parameters():
-            assert torch.allclose(stored(model, name), p.detach(), rtol=0, atol=2e-5 * LR), name
+            assert torch.allclose(model.stored(name), p.detach(), rtol=0, atol=2e-5 * LR), name
             moved = max(moved, float((p.detach() - start[name]).abs().max()))
     assert moved > 1e-2 * LR
 

@@ -27,7 +27,7 @@ def make(model, seed=0, kind="neuron", **settings):
         for name, (index, value) in entries(model, leaves(model, selected), selected).items()
     }
     made = Update(
-        model=model.fingerprint,
+        model=model.state,
         values=values,
         shapes={name: tuple(model.weights[name].shape) for name in values},
         recipe=mask.recipe,
@@ -96,21 +96,50 @@ def test_restores_after_an_error_and_half_a_write():
     assert len(calls) > len(update.values) and same(before, everything(model))
 
 
-def test_blocks_nest():
-    model = hooked()
-    first, second = make(model, 0)[0], make(model, 1)[0]
-    before = everything(model)
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
+def test_blocks_nest_in_the_state_that_they_were_made_in(architecture):
+    model = hooked(architecture)
+    before, original = everything(model), model.state
+    first = make(model, 0)[0]
     with first.applied(model):
-        edited = everything(model)
-        with first.applied(model), second.applied(model):
+        edited, second = everything(model), make(model, 1)[0]
+        assert model.state == second.model != first.model == original == model.fingerprint
+        with second.applied(model):
             assert not same(edited, everything(model))
-        assert same(edited, everything(model))
-    assert same(before, everything(model))
+        assert same(edited, everything(model)) and model.state == second.model
+        with pytest.raises(ValueError, match="apply what was applied then"), first.applied(model):
+            pass
+    assert same(before, everything(model)) and model.state == original
+    with pytest.raises(ValueError, match="belongs to the weights"), second.applied(model):
+        pass
+
+
+def test_a_model_that_was_written_to_is_another():
+    model = hooked()
+    update, _ = make(model)
+    name = next(iter(model.weights))
+    model.write(name, model.weights[name].detach() + 1)
+    assert model.state != model.fingerprint
+    with pytest.raises(ValueError, match="belongs to the weights"), update.applied(model):
+        pass
+
+
+def test_blocks_left_out_of_order_are_told():
+    model = hooked()
+    first = make(model, 0)[0]
+    outer = first.applied(model)
+    outer.__enter__()
+    inner = make(model, 0)[0]
+    inner.values.update({n: Entries(i, v + 1) for n, (i, v) in inner.values.items()})
+    block = inner.applied(model)
+    block.__enter__()
+    with pytest.raises(RuntimeError, match="something else changed"):
+        outer.__exit__(None, None, None)
 
 
 def test_another_model_is_refused():
     update, _ = make(hooked("llama"))
-    with pytest.raises(ValueError, match="belongs to model"), update.applied(hooked("qwen3")):
+    with pytest.raises(ValueError, match="belongs to the weights"), update.applied(hooked("qwen3")):
         pass
 
 

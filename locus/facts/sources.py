@@ -126,18 +126,22 @@ def biographies(n: int = 80, seed: int = 0, *, chat_template: bool = False) -> F
 def from_jsonl(path: str | Path, *, chat_template: bool = False) -> Facts:
     """Facts of your own: a JSON object a line with subject, relation, prompt, answer.
 
-    Optional are paraphrases and wrong, lists of texts. The prompt names the subject and ends
-    where " " + answer goes on.
+    Optional are paraphrases and wrong, lists of texts, and chat_template (true or false, of this row).
+    The prompt names the subject and ends where " " + answer goes on.
     """
-    required, optional = ("subject", "relation", "prompt", "answer"), ("paraphrases", "wrong")
+    required, lists = ("subject", "relation", "prompt", "answer"), ("paraphrases", "wrong")
+    optional = (*lists, "chat_template")
     facts = []
     for place, row in _rows(path, required):
-        if unknown := set(row) - {*required, *optional, "chat_template"}:
+        if unknown := set(row) - {*required, *optional}:
             raise ValueError(
                 f"{place}: unknown fields {sorted(unknown)}; known are {', '.join((*required, *optional))}"
             )
-        lists = {name: _texts(place, name, row.get(name, [])) for name in optional}
-        fact = _fact(place, **{name: row[name] for name in required}, **lists, chat_template=chat_template)
+        chat = row.get("chat_template", chat_template)
+        if not isinstance(chat, bool):
+            raise ValueError(f"{place}: chat_template must be true or false, got {chat!r}")
+        texts = {name: _texts(place, name, row.get(name)) for name in lists}
+        fact = _fact(place, **{name: row[name] for name in required}, **texts, chat_template=chat)
         if not named(fact.subject).search(fact.prompt):
             raise ValueError(f"{place}: the prompt {fact.prompt!r} does not name the subject {fact.subject!r}")
         facts.append(fact)
@@ -154,16 +158,16 @@ def tofu(path: str | Path, *, chat_template: bool = False) -> Facts:
     ask = "{}" if chat_template else "Question: {}\nAnswer:"
     facts = []
     for i, (place, row) in enumerate(_rows(path, ("question", "answer"))):
+        if not isinstance(row["question"], str):
+            raise ValueError(f"{place}: question must be a text, got {row['question']!r}")
         fact = _fact(
             place,
             subject=row.get("subject") or row.get("author") or f"author {i // 20}",
             relation="tofu",
             prompt=ask.format(row["question"]),
             answer=row["answer"],
-            paraphrases=tuple(
-                map(ask.format, _texts(place, "paraphrased_question", row.get("paraphrased_question", [])))
-            ),
-            wrong=_texts(place, "perturbed_answer", row.get("perturbed_answer", [])),
+            paraphrases=tuple(map(ask.format, _texts(place, "paraphrased_question", row.get("paraphrased_question")))),
+            wrong=_texts(place, "perturbed_answer", row.get("perturbed_answer")),
             chat_template=chat_template,
         )
         facts.append(fact)
@@ -187,6 +191,8 @@ def counterfact(path: str | Path, *, chat_template: bool = False) -> Facts:
                 f"{place}: requested_rewrite needs subject, relation_id, prompt, target_true.str and "
                 f"target_new.str, as CounterFact has them ({error!r})"
             ) from None
+        if wrong := [value for value in (subject, relation, prompt, true, new) if not isinstance(value, str)]:
+            raise ValueError(f"{place}: the fields of requested_rewrite must be texts, got {wrong[0]!r}")
         if "{}" not in prompt:
             raise ValueError(f"{place}: the prompt {prompt!r} has no {{}} where the subject goes")
         fact = _fact(
@@ -195,7 +201,7 @@ def counterfact(path: str | Path, *, chat_template: bool = False) -> Facts:
             relation=relation,
             prompt=prompt.replace("{}", subject),
             answer=true,
-            paraphrases=_texts(place, "paraphrase_prompts", row.get("paraphrase_prompts", [])),
+            paraphrases=_texts(place, "paraphrase_prompts", row.get("paraphrase_prompts")),
             wrong=(new.strip(),),
             chat_template=chat_template,
         )
@@ -225,11 +231,14 @@ def _rows(path: str | Path, required: Sequence[str]) -> Iterator[tuple[str, dict
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # as editors on Windows write it
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
     if text.lstrip().startswith("["):
         rows = [(f"{path}, row {i}", row) for i, row in enumerate(_parse(str(path), text), 1)]
     else:
-        lines = [(f"{path}, line {i}", line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(f"{path}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
         rows = [(place, _parse(place, line)) for place, line in lines]
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -248,7 +257,7 @@ def _parse(place: str, text: str) -> Any:
 
 
 def _texts(place: str, name: str, value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
+    texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{place}: {name} must be a text or a list of texts, got {value!r}")
     return tuple(text.strip() for text in texts)

@@ -70,6 +70,9 @@ class Facts(tuple[Fact, ...]):
         other relations that are only measured; those of `other_relations` in here are added. No subject of
         forget or retain is in other.
         """
+        for name, number in (("forget", forget), ("holdout", holdout)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name} must be a number of facts, 1 or more, got {number!r}")
         main = [fact for fact in self if fact.relation not in other_relations]
         subjects = sorted({fact.subject for fact in main})
         random.Random(f"split {seed}").shuffle(subjects)
@@ -77,7 +80,7 @@ class Facts(tuple[Fact, ...]):
         for fact in main:
             by_subject.setdefault(fact.subject, []).append(fact)
         parts: list[list[Fact]] = []
-        counts = [forget, (len(main) - forget) // 2 if holdout is None else holdout]
+        counts = [forget, max(1, (len(main) - forget) // 2) if holdout is None else holdout]
         left = iter(subjects)
         for count in counts:
             part: list[Fact] = []
@@ -85,7 +88,7 @@ class Facts(tuple[Fact, ...]):
                 part += by_subject[subject]
             parts.append(part[:count])
         retain = [fact for subject in left for fact in by_subject[subject]]
-        if min(counts) < 1 or not retain or [len(part) for part in parts] != counts:
+        if not retain or [len(part) for part in parts] != counts:
             raise ValueError(
                 f"cannot split {len(main)} facts of {len(subjects)} subjects ({self.name}) into {counts[0]} "
                 f"to forget, {counts[1]} held out and at least 1 to retain, each with subjects of its own: "

@@ -41,6 +41,8 @@ class Fact:
             text = getattr(self, name)
             if not text or text != text.strip():
                 raise ValueError(f"{name} {text!r} of a fact must not be empty, nor begin or end with a space")
+        if self.answer in self.wrong:
+            raise ValueError(f"the answer {self.answer!r} is also among the wrong answers")
 
 
 def encode(

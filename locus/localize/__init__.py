@@ -72,6 +72,8 @@ def localize(
     chosen = model.components(components) if isinstance(components, str) else components
     if chosen.model != model.fingerprint:
         raise ValueError(f"the components belong to model {chosen.model}, not to {model.name} ({model.fingerprint})")
+    if not len(pairs):
+        raise ValueError("there are no contrast pairs to localize with; take at least one")
     if unsupported := set(chosen.kinds) - set(method.KINDS):
         raise ValueError(
             f"{type(method).__name__} does not score components of kind {min(unsupported)!r}; "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from locus import hooks
-from locus.unlearn.update import Entries, pick, stored
+from locus.unlearn.update import Entries, pick
 
 Structure = Literal["whole", "slices", "entries"]
 
@@ -201,7 +201,7 @@ def entries(model: Any, found: Sequence[Leaf], mask: Mapping[str, Bool[Tensor, "
     """The current values of the masked entries by Hugging Face name, rounded to the model's dtype."""
     made = {}
     for name in dict.fromkeys(leaf.live.name for leaf in found):
-        tensor = stored(model, name)
+        tensor = model.stored(name)
         for leaf in found:
             if leaf.live.name == name:
                 leaf.live.put(tensor, leaf.dense())

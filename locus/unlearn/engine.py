@@ -36,7 +36,7 @@ from locus.unlearn.objectives import (
     squared_distance,
 )
 from locus.unlearn.optimizers import AdamW, Optimizer
-from locus.unlearn.update import Entries, Status, Update, bits, checksum, pick, stored, written
+from locus.unlearn.update import Entries, Status, Update, bits, checksum, pick, written
 
 CHUNK = 64  # prompts a forward pass where the original model is measured
 
@@ -91,10 +91,10 @@ def unlearn(
         ValueError: the mask or the split does not fit; an argument has no meaning.
     """
     optimizer = AdamW() if optimizer is None else optimizer
-    _check(split, objective, steps, batch_size, accumulate, clip)
+    _check(split, objective, steps, batch_size, accumulate, clip, floor)
     parameter_mask = mask.materialize(model) if isinstance(mask, Mask) else mask
     found = leaves(model, parameter_mask)
-    before = _outside(model, parameter_mask)
+    state, before = model.state, _outside(model, parameter_mask)
     generator = torch.Generator().manual_seed(seed)
     size = min(batch_size or len(split.forget), len(split.forget))
     forget = _schedule(len(split.forget), size, steps * accumulate, generator)
@@ -125,7 +125,7 @@ def unlearn(
     n_changed, norm = _change(model, values)
     _prove(model, parameter_mask, values, before)
     return Update(
-        model=model.fingerprint,
+        model=state,
         values=values,
         shapes={name: tuple(model.weights[name].shape) for name in values},
         recipe=mask.recipe,
@@ -386,7 +386,7 @@ class _frozen:
 
 
 def _outside(model: Any, mask: ParameterMask) -> str:
-    return checksum((name, stored(model, name), mask.get(name)) for name in model.weights)
+    return checksum((name, model.stored(name), mask.get(name)) for name in model.weights)
 
 
 @torch.no_grad()
@@ -394,7 +394,7 @@ def _change(model: Any, values: dict[str, Entries]) -> tuple[int, float]:
     """How many entries differ in their bits from the model's, and the L2 norm of the difference."""
     n, square = 0, 0.0
     for name, (index, value) in values.items():
-        old = pick(stored(model, name), index)
+        old = pick(model.stored(name), index)
         n += int((bits(old) != bits(value)).sum())
         square += float((value.double() - old.double()).square().sum())
     return n, square**0.5
@@ -402,19 +402,27 @@ def _change(model: Any, values: dict[str, Entries]) -> tuple[int, float]:
 
 def _prove(model: Any, mask: ParameterMask, values: dict[str, Entries], before: str) -> None:
     """Write the edit, compare everything outside the mask, take it back, and compare everything."""
-    inside = {name: bits(pick(stored(model, name), entries.index)) for name, entries in values.items()}
+    inside = {name: bits(pick(model.stored(name), entries.index)) for name, entries in values.items()}
     with written(model, values):
         after = _outside(model, mask)
         for name, (index, value) in values.items():
-            assert torch.equal(bits(pick(stored(model, name), index)), bits(value))
+            assert torch.equal(bits(pick(model.stored(name), index)), bits(value))
     back = _outside(model, mask)
     for name, (index, _) in values.items():
-        assert torch.equal(bits(pick(stored(model, name), index)), inside[name])
+        assert torch.equal(bits(pick(model.stored(name), index)), inside[name])
     if not before == after == back:
         raise RuntimeError(f"something outside the mask changed: {before[:12]}, {after[:12]}, {back[:12]}")
 
 
-def _check(split: Any, objective: Any, steps: int, batch_size: int | None, accumulate: int, clip: float | None) -> None:
+def _check(
+    split: Any,
+    objective: Any,
+    steps: int,
+    batch_size: int | None,
+    accumulate: int,
+    clip: float | None,
+    floor: float | None,
+) -> None:
     for name, value in (
         ("steps", steps),
         ("accumulate", accumulate),
@@ -423,6 +431,8 @@ def _check(split: Any, objective: Any, steps: int, batch_size: int | None, accum
     ):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be above 0, not {value!r}")
+    if floor is not None and not 0 <= floor <= 1:
+        raise ValueError(f"floor must be a fraction of the original probability, in [0, 1], or None; not {floor!r}")
     if not isinstance(objective, Objective | Preference | Internal):
         raise ValueError(
             f"{objective!r} is not an objective: it needs forget_weight, retain_weight, retain and forget(); "

@@ -6,6 +6,7 @@ entry by itself fits; one that mixes the entries of a matrix (Muon, Adafactor's 
 on the shape in which the masked entries happen to lie.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -33,6 +34,9 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check(self)
+
     def build(self, values: Sequence[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(values, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
@@ -45,5 +49,16 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check(self)
+
     def build(self, values: Sequence[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(values, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+
+
+def _check(optimizer: AdamW | SGD) -> None:
+    for field in ("lr", "weight_decay"):
+        value = getattr(optimizer, field)
+        # Not `value < 0`: a NaN must fail too, and torch takes both NaN and infinity.
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{type(optimizer).__name__}: {field} must be finite and 0 or above, not {value!r}")

@@ -37,7 +37,7 @@ class Update:
 
     New values and not differences, since in bfloat16 w + (w' − w) ≠ w'.
 
-    model: fingerprint of the model that it belongs to
+    model: `state` of the model that it was made on and belongs to
     values: Hugging Face name → where and what, in the model's dtype; masked entries only
     shapes: Hugging Face name → shape of the tensor
     recipe: of the mask
@@ -79,15 +79,16 @@ class Update:
     def applied(self, model: Any) -> Iterator[None]:
         """Within the block the model is edited; afterwards it is as before, bit for bit, also after an error.
 
-        Blocks may be nested, of one or of several updates.
+        Blocks may be nested, each update in the state of the model that it was made in.
 
         Raises:
-            ValueError: the update was made for another model.
+            ValueError: the update was made for another model, or in another state of this one.
+            RuntimeError: something else changed the same entries within the block.
         """
-        if model.fingerprint != self.model:
+        if model.state != self.model:
             raise ValueError(
-                f"this update belongs to model {self.model}, not to {model.name} ({model.fingerprint}); "
-                "load the model that it was made with"
+                f"this update belongs to the weights {self.model}, and {model.name} has {model.state}; load the "
+                "model that it was made with, and apply what was applied then"
             )
         with written(model, self.values):
             yield
@@ -153,9 +154,15 @@ def written(model: Any, values: Mapping[str, Entries]) -> Iterator[None]:
     try:
         for name, entries in values.items():
             # Kept before anything is written, so that an interruption in between can be undone.
-            originals[name] = Entries(entries.index, pick(stored(model, name), entries.index))
+            originals[name] = Entries(entries.index, pick(model.stored(name), entries.index))
             _write(model, name, entries)
         yield
+        for name, (index, value) in values.items():
+            if not torch.equal(bits(pick(model.stored(name), index)), bits(value.to(model.device))):
+                raise RuntimeError(
+                    f"something else changed {name} while an edit of it was in place (training, or another edit that "
+                    "was not taken back first); these entries are now as they were before the edit"
+                )
     finally:
         for name, entries in originals.items():
             _write(model, name, entries)
@@ -167,7 +174,7 @@ def _write(model: Any, name: str, entries: Entries) -> None:
     if len(value) == weight.numel():
         model.write(name, value.view(weight.shape))
     else:
-        tensor = stored(model, name)
+        tensor = model.stored(name)
         tensor.view(-1)[entries.index.to(weight.device).long()] = value
         model.write(name, tensor)
 
@@ -177,16 +184,6 @@ def pick(tensor: Tensor, index: Int[Tensor, " entry"]) -> Tensor:
     if len(index) == tensor.numel():
         return tensor.view(-1)
     return tensor.view(-1)[index.to(tensor.device).long()]
-
-
-@torch.no_grad()
-def stored(model: Any, name: str) -> Tensor:
-    """A copy of a parameter as it would be saved; a fused one rebuilt from what the forward pass reads."""
-    tensor = model.weights[name].detach().clone(memory_format=torch.contiguous_format)
-    for live in model.live:
-        if live.name == name and live.index is not None:
-            live.put(tensor, live.tensor.detach())
-    return tensor
 
 
 def bits(tensor: Tensor) -> Int[Tensor, "..."]:
