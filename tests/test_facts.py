@@ -1,5 +1,6 @@
 """Facts: sources, tokens, what a model knows, splits, contrast pairs."""
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,6 +76,29 @@ def test_biographies_are_seeded_and_graded():
     assert len(biographies(2)) == 12
     with pytest.raises(ValueError, match="n=1"):
         biographies(1)
+
+
+def test_other_draws_are_other_people_made_of_the_same_words():
+    known = biographies()
+    # The facts that tiny is trained on, and so its weights, hang on this.
+    digest = hashlib.sha256(repr(tuple(known)).encode()).hexdigest()
+    assert digest == "f29d29aa6cc62d63f8bbbb99af47bd4e0493de3aaa5c8d952adae5a84d87dda4"
+    words = {word for f in known for text in (f.answer, f.prompt, *f.paraphrases) for word in text.split()}
+    subjects = [{fact.subject for fact in known}]
+    for n, draw in ((80, 1), (80, 2), (40, 5), (2000, 1)):
+        facts = biographies(n, draw=draw)
+        assert facts == biographies(n, draw=draw) and len(facts) == 6 * n == len(set(facts))
+        made = {word for f in facts for text in (f.answer, f.prompt, *f.paraphrases) for word in text.split()}
+        assert made <= words
+        subjects.append({fact.subject for fact in facts})
+        assert len(subjects[-1]) == n and not subjects[-1] & subjects[0]
+        assert {len(fact.answer.split()) for fact in facts} == {2, 3}
+    assert not subjects[1] & subjects[2]
+    assert biographies(20, seed=1, draw=1) != biographies(20, draw=1)
+    with pytest.raises(ValueError, match="draw 2 of 2000.*up to 1"):
+        biographies(2000, draw=2)
+    with pytest.raises(ValueError, match="draw=-1"):
+        biographies(draw=-1)
 
 
 def lines(path, *rows: Any):
