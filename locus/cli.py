@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Method = Literal["attribution-patching", "activation-patching", "knockout", "activations", "random"]
 Kind = Literal["neuron", "value", "head", "kv", "mlp", "attn", "expert"]
-ObjectiveName = Literal["npo", "gradient-difference", "wga", "simnpo", "dpo", "rmu", "match"]
+ObjectiveName = Literal["npo", "gradient-difference", "wga", "simnpo", "dpo"]
 RegionKind = Literal["value", "neuron", "head", "weight"]
 Arm = Literal["oracle", "random", "random-uniform", "complement", "kind", "all", "top", "bottom", "revert"]
 Model = Annotated[str, tyro.conf.arg(metavar="MODEL", help='"tiny", "smollm2", a directory or a hub name.')]
@@ -289,9 +289,12 @@ def study(
         jobs: Runs at a time; by default one a core for tiny, one for a real model.
     """
     from locus.report import report as make_report
+    from locus.sequential import Looks
     from locus.study import compare as run
     from locus.verdict import verdict
 
+    if until_decided and seeds:
+        raise ValueError("--until-decided takes the seeds 0, 1, … up to --cap; leave --seeds out.")
     loaded = _load(model)
     plan = _study_plan(model, full)
     place = plan.planting
@@ -300,7 +303,7 @@ def study(
     place = replace(place, **{name: value for name, value in chosen.items() if value is not None})
     plan = replace(plan, planting=place, draws=draws or plan.draws, seeds=seeds or plan.seeds)
     if until_decided:
-        plan = _until_decided(plan, cap)
+        plan = replace(plan, looks=Looks.until(cap), seeds=tuple(range(cap)))
     if methods:
         plan = replace(plan, localizers=tuple(_method(name, 0) for name in methods))
     if objectives:
@@ -308,7 +311,7 @@ def study(
     facts, known = _study_facts(model)
     out = out or Path("runs") / f"study-{Path(model).name}{'-full' * full}"
     table = run(loaded, facts, plan, out=out, other=known, jobs=jobs)
-    print(verdict(table, bound=plan.bound))
+    print(verdict(table, bound=plan.bound, looks=plan.looks))
     print(f"Table: {out / 'table.csv'}\nReport: {make_report(out)}")
 
 
@@ -365,7 +368,8 @@ def _method(name: str, seed: int) -> Any:
 def _objective(name: str) -> Any:
     import locus
 
-    return {"npo": locus.NPO, "gradient-difference": locus.GradientDifference, "wga": locus.WGA}[name]()
+    names = {"npo": "NPO", "gradient-difference": "GradientDifference", "wga": "WGA", "simnpo": "SimNPO", "dpo": "DPO"}
+    return getattr(locus, names[name])()
 
 
 def _plan(model: str, full: bool) -> "Plan":
@@ -411,7 +415,8 @@ def _study_plan(model: str, full: bool) -> "Plan":
             planting=place,
         )
         return replace(plan, seeds=tuple(range(20)), draws=5, steps=90, dense=60) if full else plan
-    raise NotImplementedError
+    real = replace(_plan(model, full), objectives=(WGA(), NPO()), planting=place)
+    return real
 
 
 def _study_facts(model: str) -> "tuple[Facts, Facts | None]":

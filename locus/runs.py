@@ -1,6 +1,5 @@
 """One run of a study: what is edited, on which facts, at which rate, and what came of it."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +18,10 @@ from locus.localize import ActivationPatching, Activations, AttributionPatching,
 from locus.masks import Mask, ParameterMask, controls
 from locus.metrics import Batch
 from locus.models import HookedModel
+from locus.sequential import Looks
 from locus.unlearn import NPO, AdamW, Update, unlearn
 
+KNOWN = 60  # facts of the model's own on which planting is watched
 KINDS: tuple[Strength, ...] = ("extraction", "probability")
 
 # Arms of a study of planted knowledge; see `Planting`.
@@ -81,6 +82,7 @@ class Plan:
     bound: a difference of AUES inside ± bound counts as none.
     planting: the facts are not what the model knows, but are planted in a known region first, and the arms are those of
         the planting; `kind` and `budget` are then those of the region.
+    looks: the study is judged after each of these numbers of seeds, and ends when it is decided or `seeds` are used up.
     """
 
     localizers: tuple[Any, ...] = (AttributionPatching(), Activations())
@@ -113,6 +115,7 @@ class Plan:
     bound: float = 0.02
     threads: int = 1
     planting: Planting | None = None
+    looks: Looks | None = None
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.rates]
@@ -123,6 +126,9 @@ class Plan:
                 raise ValueError(f"A study needs at least one of its {field}; got none.")
         if len(set(self.seeds)) < len(self.seeds) or self.tuning_seed in self.seeds:
             raise ValueError(f"Seeds must differ, also from tuning_seed={self.tuning_seed}; got {self.seeds}.")
+
+        if self.looks and self.looks.cap != len(self.seeds):
+            raise ValueError(f"Looks up to {self.looks.cap} seeds need as many seeds; got {len(self.seeds)}.")
 
     @property
     def checkpoints(self) -> list[int]:
@@ -233,7 +239,8 @@ def _prepare_planted(
     # The model's own facts may be of the same relations: these are of other subjects, and only measured.
     split = replace(split, other=other or Facts())
     place = region(model, planting.kind, planting.share, seed=seed)
-    planted = plant(model, split, place, replay=planting.replay, strength=planting.strength, seed=seed)
+    known = split.other[:KNOWN]
+    planted = plant(model, split, place, replay=planting.replay, strength=planting.strength, seed=seed, known=known)
     split = _smaller(split, plan, seed, ("holdout", "other"))
     with planted.applied(model, "retained"):
         retained = evaluate(model, split, wrong=plan.wrong)
@@ -409,7 +416,7 @@ def _attacked(model: HookedModel, case: Case, plan: Plan, run: Run) -> dict[str,
     else:
         with case.start(model):
             update_of(model, case, plan, run, attacked)
-    return {"status": "finished", "attacks": json.loads(found[0].to_json(orient="records"))}
+    return {"status": "finished", "attacks": found[0].astype(object).where(found[0].notna(), None).to_dict("records")}
 
 
 def attacked(results: Sequence[tuple[Run, dict[str, Any]]], plan: Plan) -> list[Run]:

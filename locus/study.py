@@ -33,6 +33,7 @@ from locus.folder import Folder, enter, write
 from locus.models import HookedModel
 from locus.progress import Progress
 from locus.runs import Case, Plan, Run, named
+from locus.verdict import verdict
 
 # Of table.parquet and table.csv: one measured number a row. step = -1 for numbers of a whole run; attack = what the run
 # was attacked with, "" for numbers of the run itself.
@@ -74,7 +75,8 @@ def compare(
         facts = facts if plan.planting else facts.known_by(model)
         other = other.known_by(model) if other else None
         settings = _settings(model, facts, other, plan)
-        record = {"settings": settings, "verdict rule": rule(plan)}
+        # More seeds may be added to a study later, so they are no part of what it is.
+        record = {"settings": settings, "verdict rule": rule(plan), "seeds": list(plan.seeds)}
         folder = enter(Path(out), settings, record, bar.say)
         return _Study(model, facts, other, plan, folder, bar, record, _jobs(jobs, model, plan)).run()
     finally:
@@ -93,6 +95,7 @@ def rule(plan: Plan) -> dict[str, Any]:
         "equivalent": "the 90% interval of the difference is inside ± bound",
         "better or worse": "else the 95% interval excludes 0, Holm over contrasts",
         "undecided": "else",
+        "looks": dataclasses.asdict(plan.looks) if plan.looks else None,
     }
 
 
@@ -125,17 +128,23 @@ class _Study:
         scanned = () if plan.planting else plan.seeds[: plan.scan_seeds]
         layers = _layers(self.model.cfg.n_layers, plan.scan_layers)
         tuning = sum(len(grid) * len(self._tuned_on(kind)) for kind, grid in plan.rates)
-        compared = len(plan.seeds) * len(self.arms)
-        self.bar.extend(len(self.objectives) * (tuning + compared) + len(plan.seeds) * len(self.states))
-        self.bar.extend(len(scanned) * (len(layers) + 1))
-        if plan.planting:
-            self._plant()
+        self.bar.extend(len(self.objectives) * tuning + len(scanned) * (len(layers) + 1))
+        looks = plan.looks.at if plan.looks else (len(plan.seeds),)
+        self._plant((plan.tuning_seed, *plan.seeds[: looks[0]]))
         self.bar.stage("tuning learning rates")
         rates = {objective: self._tune(objective) for objective in self.objectives}
-        results = [result for seed in plan.seeds for result in self._compare(seed, rates)]
-        tables = [_table(self.model.name, self.facts.name, plan, results)]
+        results: list[tuple[Run, dict[str, Any]]] = []
+        for before, n in zip((0, *looks), looks, strict=False):
+            seeds = plan.seeds[before:n]
+            self.bar.extend(len(seeds) * (len(self.objectives) * len(self.arms) + len(self.states)))
+            self._plant(seeds if before else ())
+            results += [result for seed in seeds for result in self._compare(seed, rates)]
+            tables = [_table(self.model.name, self.facts.name, plan, results)]
+            if plan.looks and verdict(tables[0], bound=plan.bound, looks=plan.looks).status != "go on":
+                break
         if plan.planting and plan.planting.attacks:
-            tables += [self._attack(seed, [r for r in results if r[0].seed == seed]) for seed in plan.seeds]
+            seeds = sorted({run.seed for run, _ in results})
+            tables += [self._attack(seed, [r for r in results if r[0].seed == seed]) for seed in seeds]
         if scanned:
             self.bar.stage("editing one layer at a time")
             self._keep("layer_scan", pd.concat([self._scan(seed, layers) for seed in scanned], ignore_index=True))
@@ -149,10 +158,11 @@ class _Study:
     def _keep(self, name: str, table: pd.DataFrame) -> None:
         write(self.folder.path / f"{name}.parquet", lambda path: table.to_parquet(path, index=False))
 
-    def _plant(self) -> None:
-        """Plant the knowledge of every seed, several at a time; `prepare` finds it in the cache afterwards."""
+    def _plant(self, seeds: Sequence[int]) -> None:
+        """Plant the knowledge of some seeds, several at a time; `prepare` finds it in the cache afterwards."""
+        if not self.plan.planting or not seeds:
+            return
         self.bar.stage("planting")
-        seeds = (self.plan.tuning_seed, *self.plan.seeds)
         self.bar.extend(len(seeds))
         todo = [Run("plant", seed, "", "pretrained") for seed in seeds]
         self._fill(todo)
@@ -351,6 +361,8 @@ def _settings(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan)
     """All that decides a number of the study, as JSON."""
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     fields |= {name: [repr(method) for method in fields[name]] for name in ("localizers", "objectives")}
+    del fields["seeds"]
+    fields["looks"] = dataclasses.asdict(plan.looks) if plan.looks else None
     if plan.planting:
         fields["planting"] = dataclasses.asdict(plan.planting) | {"attacks": [repr(a) for a in plan.planting.attacks]}
     listed = [[dataclasses.astuple(fact) for fact in some or ()] for some in (facts, other)]
