@@ -15,7 +15,6 @@ from tyro.conf import Positional
 if TYPE_CHECKING:
     from locus.facts import Facts
     from locus.models import HookedModel
-    from locus.runs import Plan
 
 Method = Literal["attribution-patching", "activation-patching", "knockout", "activations", "random"]
 Kind = Literal["neuron", "value", "head", "kv", "mlp", "attn", "expert"]
@@ -225,13 +224,14 @@ def compare(
         steps: Steps of an update.
         forget: How many facts to forget.
     """
+    from locus.plans import comparison_plan
     from locus.report import report as make_report
     from locus.study import compare as run
     from locus.verdict import verdict
 
     loaded = _load(model)
     known, other = _facts(facts, model)
-    plan = _plan(model, full)
+    plan = comparison_plan(model, full=full)
     chosen: dict[str, Any] = {"seeds": seeds, "kind": components, "budget": budget, "draws": draws}
     chosen |= {"steps": steps, "forget": forget}
     plan = replace(plan, **{name: value for name, value in chosen.items() if value is not None})
@@ -288,7 +288,9 @@ def study(
         attacks: Attack what is left, by relearning, by other facts and in other words.
         jobs: Runs at a time; by default one a core for tiny, one for a real model.
     """
+    from locus.plans import planted_facts, planting_plan
     from locus.report import report as make_report
+    from locus.runs import Planting
     from locus.sequential import Looks
     from locus.study import compare as run
     from locus.verdict import verdict
@@ -296,8 +298,8 @@ def study(
     if until_decided and seeds:
         raise ValueError("--until-decided takes the seeds 0, 1, … up to --cap; leave --seeds out.")
     loaded = _load(model)
-    plan = _study_plan(model, full)
-    place = plan.planting
+    plan = planting_plan(model, full=full)
+    place = plan.planting or Planting()
     chosen: dict[str, Any] = {"kind": components, "share": share, "replay": replay, "arms": arms}
     chosen["attacks"] = None if attacks else ()
     place = replace(place, **{name: value for name, value in chosen.items() if value is not None})
@@ -308,11 +310,51 @@ def study(
         plan = replace(plan, localizers=tuple(_method(name, 0) for name in methods))
     if objectives:
         plan = replace(plan, objectives=tuple(_objective(name) for name in objectives))
-    facts, known = _study_facts(model)
+    facts, known = planted_facts(model)
     out = out or Path("runs") / f"study-{Path(model).name}{'-full' * full}"
     table = run(loaded, facts, plan, out=out, other=known, jobs=jobs)
     print(verdict(table, bound=plan.bound, looks=plan.looks))
     print(f"Table: {out / 'table.csv'}\nReport: {make_report(out)}")
+
+
+def inj(
+    model: Model = "tiny",
+    sentences: int = 20,
+    r: float = 0.01,
+    methods: tuple[Method, ...] = ("knockout", "attribution-patching", "activations", "random"),
+    steps: int = 200,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """Does a localizer find where a sentence was just written? Recall@k, averaged over sentences.
+
+    Each sentence is trained into a random r of all value vectors until it is known by heart; a localizer is
+    then asked for the place. It can be stopped at any moment; the same command goes on.
+
+    Example: locus inj --sentences 20 --r 0.01
+
+    Args:
+        model: The model.
+        sentences: How many sentences, about invented people.
+        r: Share of the value vectors that a sentence is written into.
+        methods: Ways to locate.
+        steps: Steps of training a sentence, at most.
+        seed: Chooses sentences and places.
+        out: The run folder; default runs/inj-MODEL-R.
+    """
+    import locus.inj as benchmark
+    from locus.folder import write
+
+    loaded = _load(model)
+    facts = benchmark.sentences(loaded, sentences, seed=seed)
+    out = out or Path("runs") / f"inj-{Path(model).name}-{r:g}"
+    chosen = [_method(name, seed) for name in methods]
+    table = benchmark.inj(loaded, facts, chosen, r=r, steps=steps, seed=seed, out=out)
+    write(out / "table.csv", lambda path: table.to_csv(path, index=False))
+    learned = table.drop_duplicates("sentence").status.value_counts().to_dict()
+    print(f"{loaded.name}, r = {r:.2%}, sentences: {', '.join(f'{n} {status}' for status, n in learned.items())}")
+    print(benchmark.summary(table).round(3).to_string(index=False))
+    print(f"Table: {out / 'table.csv'}")
 
 
 def report(folder: Positional[Path], /) -> None:
@@ -372,65 +414,9 @@ def _objective(name: str) -> Any:
     return getattr(locus, names[name])()
 
 
-def _plan(model: str, full: bool) -> "Plan":
-    """The study that fits the model: minutes on `tiny`, half an hour on a real one, a night with `full`."""
-    from locus.runs import Plan
-
-    if model == "tiny":
-        return replace(Plan(), seeds=tuple(range(12)), steps=90, dense=60) if full else Plan()
-    real = Plan(
-        strength="probability",
-        seeds=(0,),
-        draws=3,
-        part=16,
-        steps=20,
-        dense=6,
-        every=4,
-        rates=(("masked", (5e-5, 1e-4, 2e-4)), ("kind", (5e-6, 1e-5)), ("all", (2.5e-6, 5e-6))),
-        tuning_localizers=1,
-        scan_layers=10,
-        scan_steps=15,
-        scan_rate=2e-4,
-        threads=2,
-    )
-    if full:
-        return replace(real, seeds=tuple(range(5)), draws=5, steps=40, dense=20, tuning_localizers=2, scan_layers=None)
-    return real
-
-
-def _study_plan(model: str, full: bool) -> "Plan":
-    """The study of planted knowledge that fits the model: minutes on `tiny`, two hours on a real one."""
-    from locus.attacks import ATTACKS
-    from locus.runs import Plan, Planting
-    from locus.unlearn import NPO, WGA
-
-    place = Planting(attacks=ATTACKS)
-    if model == "tiny":
-        plan = Plan(
-            objectives=(WGA(), NPO()),
-            draws=3,
-            seeds=tuple(range(5)),
-            forget=24,
-            batch_size=None,
-            planting=place,
-        )
-        return replace(plan, seeds=tuple(range(20)), draws=5, steps=90, dense=60) if full else plan
-    real = replace(_plan(model, full), objectives=(WGA(), NPO()), planting=place)
-    return real
-
-
-def _study_facts(model: str) -> "tuple[Facts, Facts | None]":
-    """Facts that the model does not know, to be planted, and facts that it knows."""
-    from locus import facts as source
-
-    if model == "tiny":
-        return source.biographies(40, draw=1), source.biographies()
-    return source.biographies(40), source.capitals()
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit code: 0, 2 for a mistake that the message explains, 130 after Ctrl-C."""
-    commands = {f.__name__: f for f in (compare, study, localize, unlearn, sites, report, fetch)}
+    commands = {f.__name__: f for f in (compare, study, inj, localize, unlearn, sites, report, fetch)}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="locus", description=PROGRAM, args=arguments)
     except BrokenPipeError:

@@ -281,7 +281,8 @@ def _planted_masks(
 def _smaller(split: FactSplit, plan: Plan, seed: int, parts: Sequence[str]) -> FactSplit:
     """At most `plan.part` facts in each of these parts, drawn by the seed."""
     rng = np.random.default_rng(seed)
-    return replace(split, **{part: _some(getattr(split, part), plan.part, rng) for part in parts})
+    fewer: dict[str, Any] = {part: _some(getattr(split, part), plan.part, rng) for part in parts}
+    return replace(split, **fewer)
 
 
 def _some(facts: Facts, n: int, rng: np.random.Generator) -> Facts:
@@ -436,10 +437,9 @@ def attacked(results: Sequence[tuple[Run, dict[str, Any]]], plan: Plan) -> list[
         reached = min((max(f for _, f in curve.values()) for curve in curves.values()), default=0.0)
         for run, curve in curves.items():
             enough = [step for step, (_, f) in curve.items() if f >= reached]
-            kept = {step: f for step, (r, f) in curve.items() if r >= 0.95 * curve[0][0]}
-            best = max(kept, key=lambda step, kept=kept: kept[step])
+            kept = [(f, -step) for step, (r, f) in curve.items() if r >= 0.95 * curve[0][0]]
             todo += [replace(run, stage="attack", point="matched", step=enough[0])]
-            todo += [replace(run, stage="attack", point="best", step=best)]
+            todo += [replace(run, stage="attack", point="best", step=-max(kept)[1])]
     return todo
 
 

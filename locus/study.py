@@ -143,8 +143,8 @@ class _Study:
             if plan.looks and verdict(tables[0], bound=plan.bound, looks=plan.looks).status != "go on":
                 break
         if plan.planting and plan.planting.attacks:
-            seeds = sorted({run.seed for run, _ in results})
-            tables += [self._attack(seed, [r for r in results if r[0].seed == seed]) for seed in seeds]
+            compared = dict.fromkeys(run.seed for run, _ in results)
+            tables += [self._attack(seed, [r for r in results if r[0].seed == seed]) for seed in compared]
         if scanned:
             self.bar.stage("editing one layer at a time")
             self._keep("layer_scan", pd.concat([self._scan(seed, layers) for seed in scanned], ignore_index=True))

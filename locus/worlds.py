@@ -269,7 +269,7 @@ def _fit(
     steps = settings["epochs"] * batches
     warm_up = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / (steps - warm_up))
+        optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / max(1, steps - warm_up))
     )
     with tqdm(total=steps, desc="training tiny", unit="step", disable=quiet) as bar:
         for _ in range(settings["epochs"]):

@@ -31,9 +31,9 @@ def test_help_is_quick_and_shows_an_example_of_each():
     assert done.returncode == 0 and done.stderr == ""
     # Processor time: the clock on the wall measures who else is at work.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 10
-    for command in ("compare", "localize", "unlearn", "sites", "report", "fetch"):
+    for command in ("compare", "study", "inj", "localize", "unlearn", "sites", "report", "fetch"):
         assert command in done.stdout
-    assert done.stdout.count("Example:") == 6
+    assert done.stdout.count("Example:") == 8
 
 
 @pytest.mark.parametrize("words", [("nonsense",), ("compare", "--budget", "much"), ("fetch", "gpt5"), ("report",)])

@@ -13,14 +13,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from small import facts, model
+from small import facts, model, unknown
 
 from locus import runs, study
+from locus.attacks import FullRelearn, Paraphrase
 from locus.evaluate import DIRECTION, aues
 from locus.folder import Folder
 from locus.localize import AttributionPatching
 from locus.progress import Progress
-from locus.runs import Plan, Run
+from locus.runs import Plan, Planting, Run
+from locus.sequential import Looks
 from locus.study import compare
 
 PLAN = Plan(
@@ -240,12 +242,114 @@ def test_the_best_rate_at_an_edge_extends_the_grid(tmp_path):
     assert tuned(10.0, 2)["at the edge"] and tuned(10.0, 2)["chosen"] == pytest.approx(0.27)
 
 
+# ------------------------------------------------------------------------------------------------ planted knowledge
+
+PLANTED = replace(
+    PLAN,
+    part=20,
+    localizers=(AttributionPatching(),),
+    rates=(("masked", (1e-2,)), ("kind", (1e-2,)), ("all", (1e-3,))),
+    extend=0,
+    planting=Planting(
+        share=0.2,
+        arms=("oracle", "random", "random-uniform", "complement", "kind", "all", "top", "bottom", "revert"),
+        attacks=(FullRelearn(lr=1e-3, steps=2), Paraphrase()),
+    ),
+)
+
+
+def planted(out: Path, plan: Plan = PLANTED, jobs: int = 1) -> pd.DataFrame:
+    return compare(model(), unknown(24), plan, out=out, other=facts(), progress=False, jobs=jobs)
+
+
+@pytest.fixture(scope="module")
+def controlled(tmp_path_factory) -> tuple[Path, pd.DataFrame]:
+    out = tmp_path_factory.mktemp("planted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCUS_CACHE", str(out / "cache"))
+        return out, planted(out / "run")
+
+
+def test_planted_arms_are_as_large_as_the_region_and_apart_from_it(controlled):
+    _, table = controlled
+    whole = table[(table.step == -1) & (table.attack == "")]
+    size = whole[whole.metric == "n_parameters"].groupby(["seed", "arm"]).value.agg(["min", "max", "count"])
+    for seed in (0, 1):
+        place = size.loc[(seed, "oracle"), "max"]
+        for arm, n in (("random", 2), ("random-uniform", 2), ("top", 1), ("bottom", 1)):
+            assert tuple(size.loc[(seed, arm)]) == (place, place, n), arm
+        assert size.loc[(seed, "complement"), "max"] + place == size.loc[(seed, "kind"), "max"]
+        assert size.loc[(seed, "all"), "max"] == sum(w.numel() for w in model().weights.values())
+    unknown_metrics = {m for m in table.metric.unique() if m not in DIRECTION}
+    assert not unknown_metrics
+
+
+def test_planted_states_are_floor_and_ceiling(controlled):
+    _, table = controlled
+    value = table[table.step == -1].set_index(["seed", "arm", "metric"]).value
+    for seed in (0, 1):
+        assert value[seed, "pretrained", "forget_exact"].max() < 0.5 < 0.9 < value[seed, "none", "forget_exact"].max()
+        assert value[seed, "retain", "forget_exact"].max() < 0.5
+        assert value[seed, "retain", "holdout_extraction_strength"].max() > 0.9
+        assert value[seed, "retain", "forget_quality"].max() == 1 > value[seed, "none", "forget_quality"].max()
+        assert value[seed, "revert", "distance_to_retained"].max() == 0
+        assert value[seed, "revert", "aues"].max() >= value[seed, "none", "aues"].max()
+        # An update that moves other entries than V's cannot come nearer to θ_r than V's own change is long.
+        planted_norm = value[seed, "revert", "update_norm"].max()
+        moved = table[(table.seed == seed) & (table.arm == "random")].set_index(["draw", "metric"]).value
+        for draw in (0, 1):
+            apart = (planted_norm**2 + moved[draw, "update_norm"] ** 2) ** 0.5
+            assert moved[draw, "distance_to_retained"] == pytest.approx(apart, rel=1e-4)
+
+
+def test_attacks_are_read_against_the_attacked_retained_model(controlled):
+    _, table = controlled
+    attacks = table[table.attack != ""].set_index(["seed", "arm", "metric", "attack"]).value
+    assert set(table.attack) == {"", "full", "paraphrase", "any"}
+    for seed in (0, 1):
+        for arm in ("oracle", "random"):
+            for point in ("matched", "best"):
+                raw = attacks[seed, arm, f"attacked_{point}", "full"]
+                lowest, original = attacks[seed, "retain", "attacked", "full"], 1.0
+                assert attacks[seed, arm, f"recovery_{point}", "full"] == pytest.approx(
+                    (raw - lowest) / (original - lowest), abs=0.2
+                )
+    assert (attacks.loc[:, "none", "attacked", "full"] > 0.9).all()
+
+
+def test_more_seeds_are_added_to_a_study_and_a_killed_one_ends_the_same(controlled, monkeypatch):
+    out, table = controlled
+    monkeypatch.setenv("LOCUS_CACHE", str(out / "cache"))
+    short = replace(PLANTED, seeds=(0,))
+    first = planted(out / "grown", short)
+    again = planted(out / "grown", PLANTED, jobs=2)
+    pd.testing.assert_frame_equal(again, table)
+    pd.testing.assert_frame_equal(first, table[table.seed == 0].reset_index(drop=True), check_exact=False)
+
+
+def test_a_study_ends_when_a_look_decides(controlled, tmp_path, monkeypatch):
+    out, _ = controlled
+    monkeypatch.setenv("LOCUS_CACHE", str(out / "cache"))
+    seen: list[int] = []
+
+    class Decided:
+        def __init__(self, table, **_):
+            seen.append(table.seed.nunique())
+            self.status = "go on" if len(seen) < 2 else "decided"
+
+    monkeypatch.setattr(study, "verdict", Decided)
+    place = replace(PLANTED.planting, attacks=(), arms=("oracle", "random"))
+    plan = replace(PLANTED, planting=place, looks=Looks((3, 4, 5)), seeds=(0, 1, 2, 3, 4), steps=2)
+    assert set(planted(tmp_path / "run", plan).seed) == {0, 1, 2, 3} and seen == [3, 4]
+
+
 def test_plan_refuses_what_cannot_be():
     for wrong in (
         {"seeds": ()},
         {"seeds": (1, 1)},
         {"seeds": (1000,)},
         {"rates": (("masked", (1e-3,)),)},
+        {"looks": Looks((3, 5)), "seeds": (0, 1, 2)},
     ):
         with pytest.raises(ValueError):
             Plan(**wrong)
