@@ -83,7 +83,8 @@ def enter(out: Path, settings: dict[str, Any], record: dict[str, Any], say: Call
                 f"{path} is damaged, so nothing says which study {out} holds. Choose another folder with --out (out=), "
                 f"or delete {out} to start again."
             ) from None
-        if _digest(old) != digest:
+        # A study that ended before its first result, on a mistake in its settings, is started anew.
+        if _digest(old) != digest and any((out / "runs").glob("*.json")):
             names = sorted(name for name in {*old, *settings} if old.get(name) != settings.get(name))
             first = names[0] if names else "hash"
             raise ValueError(

@@ -26,6 +26,11 @@ from locus.scores import (
 )
 
 MATCHES = ("layer", "uniform")
+# Kinds of components of which one is a part of the other.
+OVERLAPPING = (
+    *(("mlp", "neuron"), ("mlp", "value"), ("neuron", "value"), ("mlp", "expert")),
+    *(("attn", "head"), ("attn", "kv")),
+)
 
 
 class Overlap(NamedTuple):
@@ -250,6 +255,13 @@ class Mask:
                 f"Mask got `selected` of shape {tuple(self.selected.shape)} and dtype {self.selected.dtype}, "
                 f"expected torch.bool of shape ({len(self.components)},): one entry a component."
             )
+        kinds = set(self.components.kinds)
+        for whole, part in OVERLAPPING:
+            if {whole, part} <= kinds:
+                raise ValueError(
+                    f"Mask got components of the kinds {whole} and {part}, which share parameters, so a budget would "
+                    "count them twice; take one kind, or join what mask.materialize(model) makes of each."
+                )
 
     @classmethod
     def top(cls, scores: Scores, budget: float, *, by: str = "signed") -> "Mask":

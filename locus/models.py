@@ -98,7 +98,10 @@ class HookedModel:
         return self._hashed[1]
 
     def _versions(self) -> tuple[tuple[int, int], ...]:
-        """Changes with every write to a weight: where each tensor is, and torch's count of writes to it."""
+        """Changes with every write to a weight: where each tensor is, and torch's count of writes to it.
+
+        Torch does not count writes through `.data`; `write` does it right.
+        """
         tensors = (*self.weights.values(), *(live.tensor for live in self.live))
         return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
 

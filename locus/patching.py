@@ -25,6 +25,8 @@ import transformer_lens.patching as tl
 import transformer_lens.utilities as tl_utilities
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 from transformer_lens.patching import PatchingResult
 
@@ -171,7 +173,7 @@ def generic_activation_patch(
             with torch.no_grad(), hooks.edits(model, [(name, whole)]):
                 values[:, c] = evaluate(model.logits(corrupted_tokens, attention_mask))
     else:
-        read = _positions_read(evaluate, base_logits, base)
+        read = _positions_read(evaluate, base_logits.contiguous())
         seen = torch.full_like(base_logits, float("nan"))
 
         def start(some: list[int]) -> hooks.Start:
@@ -293,12 +295,38 @@ def _axis(model: Any, name: str, activation: str, positions: int) -> int:
 
 
 def _positions_read(
-    evaluate: Callable[[Tensor], Tensor], logits: Float[Tensor, "batch pos d_vocab"], value: Tensor
+    evaluate: Callable[[Tensor], Tensor], logits: Float[Tensor, "batch pos d_vocab"]
 ) -> Int[Tensor, " read"]:
-    """The positions that the metrics read: the last one if all else may be NaN without changing them, else all."""
-    hidden = torch.full_like(logits, float("nan"))
-    hidden[:, -1] = logits[:, -1]
-    with torch.no_grad():
-        if torch.equal(evaluate(hidden), value):
-            return torch.tensor([logits.shape[1] - 1])
-    return torch.arange(logits.shape[1])
+    """The positions that the metrics read: the last one if every operation on the logits takes that alone, else all."""
+    with torch.no_grad(), _Reads(logits) as reads:
+        evaluate(logits)
+    return torch.tensor([logits.shape[1] - 1]) if reads.last_only else torch.arange(logits.shape[1])
+
+
+class _Reads(TorchDispatchMode):
+    """Watches what is computed from some logits. Views of them are free; anything else reads the whole view.
+
+    Trying it with NaN at the other positions would not do: the arg-max of NaN is a token like any other.
+    """
+
+    def __init__(self, logits: Float[Tensor, "batch pos d_vocab"]) -> None:
+        super().__init__()
+        self.storage = logits.untyped_storage().data_ptr()
+        self.offset = logits.storage_offset()
+        self.last = torch.zeros(logits.shape, dtype=torch.bool)
+        self.last[:, -1] = True
+        self.found: list[bool] = []
+
+    @property
+    def last_only(self) -> bool:
+        # Nothing seen means that it was read past torch (as a numpy array), so nothing is known.
+        return bool(self.found) and all(self.found)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [t.untyped_storage().data_ptr() for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() == self.storage and self.storage not in made:
+                place = self.last.as_strided(t.shape, t.stride(), t.storage_offset() - self.offset)
+                self.found.append(bool(place.all()))
+        return result

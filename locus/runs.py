@@ -121,7 +121,12 @@ class Plan:
         names = [name for name, _ in self.rates]
         if names != ["masked", "kind", "all"] or any(len(grid) < 1 for _, grid in self.rates):
             raise ValueError(f"rates needs a grid for each of masked, kind and all, in this order; got {self.rates}.")
-        for field in ("localizers", "objectives", "seeds"):
+        for field in ("draws", "forget", "part", "steps", "every", "threads"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be 1 or more; got {getattr(self, field)}.")
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"budget must be a fraction of the parameters, in (0, 1]; got {self.budget}.")
+        for field in ("localizers", "objectives", "seeds")[self.planting is not None :]:
             if not getattr(self, field):
                 raise ValueError(f"A study needs at least one of its {field}; got none.")
         if len(set(self.seeds)) < len(self.seeds) or self.tuning_seed in self.seeds:

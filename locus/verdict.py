@@ -113,7 +113,7 @@ def verdict(
     alpha = min(looks.level(looks.cap, alpha), 2 * looks.level(looks.cap, alpha / 2)) if looks else alpha
     for name, supposed in (("n_if_none", 0 * rows.difference), ("n_if_observed", rows.difference)):
         rows[name] = [
-            n_to_decide(sd, bound=bound, difference=mean, alpha=alpha) if word == "undecided" else math.nan
+            n_to_decide(sd, bound=bound, difference=mean, alpha=alpha) if word == "undecided" and sd >= 0 else math.nan
             for sd, mean, word in zip(rows.sd, supposed, rows.verdict, strict=True)
         ]
     seen = int((rows.n + rows.left_out).min())

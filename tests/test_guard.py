@@ -330,3 +330,34 @@ def test_guards_nest():
         with guard(model, None, outer), guard(model, None, inner):
             train(model, adamw(model))
     assert n_outside(model, before, both) == 0
+
+
+def test_two_forward_passes_before_one_backward():
+    """Gradient difference in one step, with masks in two layers: nothing is written while a graph needs it."""
+    hf_model = ARCHITECTURES["llama"]().float()
+    mask = {}
+    for layer in (0, 2):
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        mask[name] = torch.zeros_like(dict(hf_model.named_parameters())[name], dtype=torch.bool)
+        mask[name][:, ::3] = True
+    optimizer = torch.optim.AdamW(hf_model.parameters(), lr=1e-2, weight_decay=0.1)
+    forget, retain = torch.randint(3, 97, (2, 2, 6))
+    before = {name: p.detach().clone() for name, p in hf_model.named_parameters()}
+    with guard(hf_model, optimizer, mask) as report:
+        for _ in range(3):
+            loss = hf_model(retain, labels=retain).loss - hf_model(forget, labels=forget).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert report.n_steps == 3 and report.n_changed == report.n_masked
+    for name, p in hf_model.named_parameters():
+        outside = ~mask[name] if name in mask else torch.ones_like(p, dtype=torch.bool)
+        assert torch.equal(before[name][outside], p.detach()[outside])
+
+
+def test_a_fused_tensor_counts_once():
+    model = wrap(ARCHITECTURES["gpt_neox"]().float(), tokenizer(), "neox")
+    mask = Mask.random(model.components("head"), budget=0.3, seed=0)
+    with pytest.warns(UserWarning, match="nothing moved"), guard(model, None, mask) as report:
+        pass
+    assert report.n_masked == mask.n_parameters

@@ -207,3 +207,15 @@ def test_site_of_every_kind_exists(any_model):
         for component in (any_model.components(kind)[0], any_model.components(kind)[-1]):
             assert site(component) in any_model.bridge.hook_dict
     assert zeroed(torch.ones(1, 2, 3, 4), next(iter(any_model.components("head")))).sum() == 16
+
+
+def test_resample_takes_nothing_from_padding(llama):
+    padded = contrast_pairs(6, "right")
+    with pytest.raises(ValueError, match="the only one of"):
+        localize(llama, padded[:3], Knockout("resample"), components="head", progress=False)
+
+
+def test_a_metric_that_averages_over_facts_is_refused(llama):
+    for metric in (lambda logits, t: logits.mean(), lambda logits, t: 1.0):
+        with pytest.raises(ValueError, match="one value for each of"):
+            localize(llama, contrast_pairs(3), ActivationPatching(), metric=metric, components="mlp", progress=False)

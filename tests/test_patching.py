@@ -173,6 +173,39 @@ def test_options_of_transformer_lens(llama):
     assert torch.allclose(bridge_too, full)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_metric_that_is_blind_to_nan_is_read_where_it_reads(any_model, seed):
+    """Greedy accuracy at the last two positions: the arg-max of a NaN is a token like any other."""
+    clean, corrupted = torch.randint(3, 97, (2, 1, 5), generator=torch.Generator().manual_seed(seed)).unbind()
+    with torch.no_grad():
+        logits, cache = any_model.bridge.run_with_cache(clean)
+        wanted = logits.argmax(-1)[:, -2:]
+
+        def exact(logits):
+            return (logits[:, -2:].argmax(-1) == wanted).all(-1).double().mean()
+
+        theirs = tl.get_act_patch_resid_pre(any_model.bridge, corrupted, cache, exact)
+    ours = patching.get_act_patch_resid_pre(any_model, corrupted, cache, exact, progress=False)
+    assert torch.equal(ours, theirs.to(ours)) and theirs.max() == 1
+
+
+def test_only_the_last_position_is_unembedded_where_only_that_is_read():
+    logits = torch.randn(2, 5, 7)
+    answer = torch.tensor([1, 2])
+    last = [
+        lambda x: (x[:, -1, 5] - x[:, -1, 6]).mean(),
+        lambda x: x[:, -1].log_softmax(-1).gather(-1, answer[:, None]).sum(),
+        lambda x: torch.unbind(x, 1)[-1].argmax(-1).sum(),
+    ]
+    every = [
+        lambda x: x.log_softmax(-1)[:, -1].sum(),
+        lambda x: (x[:, -2:].argmax(-1) == 3).sum(),
+        lambda x: torch.as_tensor(x.numpy().mean()),
+    ]
+    assert all(patching._positions_read(metric, logits).tolist() == [4] for metric in last)
+    assert all(len(patching._positions_read(metric, logits)) == 5 for metric in every)
+
+
 def test_bad_requests(llama):
     clean, corrupted = pair()
     with torch.no_grad():

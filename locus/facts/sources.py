@@ -295,8 +295,8 @@ def _parse(place: str, text: str) -> Any:
 
 def _texts(place: str, name: str, value: Any) -> tuple[str, ...]:
     texts = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{place}: {name} must be a text or a list of texts, got {value!r}")
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError(f"{place}: {name} must be a text or a list of texts, none of them empty, got {value!r}")
     return tuple(text.strip() for text in texts)
 
 

@@ -54,7 +54,7 @@ class Knockout:
     """Knockout of one component at a time in the clean run, at all positions: m(clean) - m(clean, a_u ← baseline).
 
     The baseline is 0, the mean of u's activation over the tokens of all clean prompts, or u's activation on the
-    clean prompt of another fact ("resample"). In units of the metric.
+    clean prompt of another fact of as many tokens ("resample"). In units of the metric.
 
     Attributes:
         ablation: "zero", "mean" or "resample".
@@ -85,13 +85,20 @@ class Knockout:
         if self.ablation == "mean":
             weight = mask.to(act).reshape(*mask.shape, *[1] * (act.ndim - 2))
             return ((act * weight).sum((0, 1)) / weight.sum()).expand_as(act)
-        if len(act) < 2:
-            raise ValueError("resample knockout takes activations from other facts, so it needs two pairs or more")
         generator = torch.Generator().manual_seed(self.seed)
-        # A random cycle: every fact gets another fact's activation, none its own.
-        cycle = torch.randperm(len(act), generator=generator)
-        other = torch.empty_like(cycle)
-        other[cycle] = cycle.roll(1)
+        other = torch.empty(len(act), dtype=torch.long)
+        # Among prompts of one length: at another's padding there is nothing to take.
+        for shape in mask.unique(dim=0):
+            alike = (mask == shape).all(1).nonzero().flatten().cpu()
+            if len(alike) < 2:
+                raise ValueError(
+                    "resample knockout takes activations from another fact of as many tokens, and fact "
+                    f"{int(alike[0])} of {len(act)} is the only one of {int(shape.sum())}; leave it out, or use "
+                    "ablation='mean'"
+                )
+            # A random cycle: every fact gets another fact's activation, none its own.
+            cycle = alike[torch.randperm(len(alike), generator=generator)]
+            other[cycle] = cycle.roll(1)
         return act[other.to(act.device)]
 
 

@@ -13,6 +13,7 @@ The model is used as it is, so without dropout when it is in evaluation mode, as
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -91,12 +92,15 @@ def unlearn(
         ValueError: the mask or the split does not fit; an argument has no meaning.
     """
     optimizer = AdamW() if optimizer is None else optimizer
-    _check(split, objective, steps, batch_size, accumulate, clip, floor)
+    _check(split, objective, steps, batch_size, accumulate, clip, floor, seed)
+    steps, accumulate, seed = int(steps), int(accumulate), int(seed)  # of numpy's, torch and JSON take none
+    if not isinstance(mask, Mask | ParameterMask):
+        raise ValueError(f"mask is a {type(mask).__name__}; give a Mask or ParameterMask.from_tensors(…, model)")
     parameter_mask = mask.materialize(model) if isinstance(mask, Mask) else mask
     found = leaves(model, parameter_mask)
     state, before = model.state, _outside(model, parameter_mask)
     generator = torch.Generator().manual_seed(seed)
-    size = min(batch_size or len(split.forget), len(split.forget))
+    size = int(min(batch_size or len(split.forget), len(split.forget)))
     forget = _schedule(len(split.forget), size, steps * accumulate, generator)
     n_retain = len(split.retain) if objective.retain_weight or floor is not None else 0
     retain = _schedule(n_retain, size, steps * accumulate, generator)
@@ -422,6 +426,7 @@ def _check(
     accumulate: int,
     clip: float | None,
     floor: float | None,
+    seed: int,
 ) -> None:
     for name, value in (
         ("steps", steps),
@@ -431,6 +436,14 @@ def _check(
     ):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be above 0, not {value!r}")
+        if name != "clip" and value is not None and not isinstance(value, Integral):
+            raise ValueError(f"{name} must be a whole number, not {value!r}")
+    if not isinstance(seed, Integral):
+        raise ValueError(f"seed must be a whole number, not {seed!r}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "unlearning needs gradients, which torch.inference_mode() forbids: leave that block first"
+        )
     if floor is not None and not 0 <= floor <= 1:
         raise ValueError(f"floor must be a fraction of the original probability, in [0, 1], or None; not {floor!r}")
     if not isinstance(objective, Objective | Preference | Internal):

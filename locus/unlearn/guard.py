@@ -65,6 +65,7 @@ class _Guarded:
     original: Tensor
     wanted_grad: bool
     version: int
+    copy: bool  # of a part of another parameter
 
     def zero_outside(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -77,7 +78,10 @@ class _Guarded:
         if self.mask is not None:
             if self.original.device != p.device:
                 self.original = self.original.to(p.device)
-            p.copy_(torch.where(self._mask(), p, self.original))
+            moved = self.outside(self.changed())
+            # No write without need: it would break the graph of a forward pass that is still to be differentiated.
+            if moved.any():
+                p.copy_(torch.where(moved, self.original, p))
         elif force or p._version != self.version:
             p.copy_(self.original)
             self.version = p._version
@@ -121,7 +125,8 @@ def guard(model: Any, optimizer: Any, mask: Any) -> Iterator[GuardReport]:
     """
     guarded = _guarded(model, mask)
     _check_optimizer(optimizer, guarded)
-    report = GuardReport(n_masked=sum(int(g.mask.sum()) for g in guarded if g.mask is not None))
+    # A fused tensor and its split copies are the same entries.
+    report = GuardReport(n_masked=sum(int(g.mask.sum()) for g in guarded if g.mask is not None and not g.copy))
     report.checksum = _checksum(guarded)
     ours = {id(g.parameter) for g in guarded}
 
@@ -243,6 +248,7 @@ def _guarded(model: Any, mask: Any) -> list[_Guarded]:
                 p.detach().clone() if m is not None else p.detach().cpu().clone(),
                 p.requires_grad,
                 p._version,
+                name in split,
             )
     return list(found.values())
 

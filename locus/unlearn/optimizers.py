@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,5 +61,5 @@ def _check(optimizer: AdamW | SGD) -> None:
     for field in ("lr", "weight_decay"):
         value = getattr(optimizer, field)
         # Not `value < 0`: a NaN must fail too, and torch takes both NaN and infinity.
-        if not 0 <= value < math.inf:
+        if not isinstance(value, int | float | np.floating) or not 0 <= value < math.inf:
             raise ValueError(f"{type(optimizer).__name__}: {field} must be finite and 0 or above, not {value!r}")

@@ -113,6 +113,7 @@ class Update:
             tensors[f"index:{name}"], tensors[f"value:{name}"] = entries.index, entries.value
         with new_directory(directory) as temporary:
             save_file(tensors, temporary / "values.safetensors")
+            record["sha256"] = _file_digest(temporary / "values.safetensors")
             (temporary / "update.json").write_text(json.dumps(record, indent=1, default=repr) + "\n")
         return directory
 
@@ -126,6 +127,8 @@ class Update:
         directory = Path(directory)
         try:
             record = json.loads((directory / "update.json").read_text())
+            if _file_digest(directory / "values.safetensors") != record.pop("sha256"):
+                raise ValueError("values.safetensors is not what was saved")
             tensors = load_file(directory / "values.safetensors")
             values = {n: Entries(tensors[f"index:{n}"], tensors[f"value:{n}"]) for n in record["shapes"]}
             record["shapes"] = {name: tuple(shape) for name, shape in record["shapes"].items()}
@@ -205,6 +208,11 @@ def checksum(parameters: Iterable[tuple[str, Tensor, Bool[Tensor, "..."] | None]
             outside = outside[~mask.reshape(-1).to(outside.device)]
         digest.update(outside.cpu().numpy().data)
     return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _settings(value: Any) -> Any:
