@@ -116,7 +116,7 @@ def test_the_layer_scan_has_effect_and_unlearning_of_each_fact(done):
 def test_settings_say_everything(done):
     out, _ = done
     record = json.loads((out / "settings.json").read_text())
-    assert record["settings"]["fingerprint"] == model().fingerprint and record["settings"]["seeds"] == [0, 1]
+    assert record["settings"]["fingerprint"] == model().fingerprint and record["seeds"] == [0, 1]
     assert record["verdict rule"]["bound"] == PLAN.bound
     tuned = record["tuning"]["NPO"]
     assert set(tuned) == {"masked", "kind", "all"}
