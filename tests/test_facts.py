@@ -1,5 +1,6 @@
 """Facts: sources, tokens, what a model knows, splits, contrast pairs."""
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,6 +76,29 @@ def test_biographies_are_seeded_and_graded():
     assert len(biographies(2)) == 12
     with pytest.raises(ValueError, match="n=1"):
         biographies(1)
+
+
+def test_other_draws_are_other_people_made_of_the_same_words():
+    known = biographies()
+    # The facts that tiny is trained on, and so its weights, hang on this.
+    digest = hashlib.sha256(repr(tuple(known)).encode()).hexdigest()
+    assert digest == "f29d29aa6cc62d63f8bbbb99af47bd4e0493de3aaa5c8d952adae5a84d87dda4"
+    words = {word for f in known for text in (f.answer, f.prompt, *f.paraphrases) for word in text.split()}
+    subjects = [{fact.subject for fact in known}]
+    for n, draw in ((80, 1), (80, 2), (40, 5), (1437, 1)):
+        facts = biographies(n, draw=draw)
+        assert facts == biographies(n, draw=draw) and len(facts) == 6 * n == len(set(facts))
+        made = {word for f in facts for text in (f.answer, f.prompt, *f.paraphrases) for word in text.split()}
+        assert made <= words
+        subjects.append({fact.subject for fact in facts})
+        assert len(subjects[-1]) == n and not subjects[-1] & subjects[0]
+        assert {len(fact.answer.split()) for fact in facts} == {2, 3}
+    assert not subjects[1] & subjects[2]
+    assert biographies(20, seed=1, draw=1) != biographies(20, draw=1)
+    with pytest.raises(ValueError, match="1437 other people, not enough for draw 3 of 500.*up to 2"):
+        biographies(500, draw=3)
+    with pytest.raises(ValueError, match="draw=-1"):
+        biographies(draw=-1)
 
 
 def lines(path, *rows: Any):
@@ -276,9 +300,7 @@ def test_split_is_disjoint_by_subject_complete_and_seeded():
     assert sum(map(len, parts)) == len(set.union(*parts)) == 30
     assert {fact.relation for fact in split.other} == {"animal"} and split.other
     assert not subjects(split.other) & (subjects(split.forget) | subjects(split.retain))
-    assert not any(
-        f.relation == "animal" for part in (split.forget, split.retain, split.holdout) for f in part
-    )
+    assert not any(f.relation == "animal" for part in (split.forget, split.retain, split.holdout) for f in part)
     state = torch.random.get_rng_state()
     assert facts.split(forget=16, seed=3, other_relations=("animal",)) == split
     assert facts.split(forget=16, seed=4, other_relations=("animal",)).forget != split.forget
@@ -293,9 +315,7 @@ def test_split_takes_other_facts_and_names_the_numbers_it_cannot_serve():
     with pytest.raises(ValueError, match="both have .'capital'."):
         facts.split(forget=4, other=capitals())
     for forget, holdout in ((20, None), (0, None), (15, 5), (19, None)):
-        with pytest.raises(
-            ValueError, match=rf"cannot split 20 facts of 20 subjects .* into {forget} to forget"
-        ):
+        with pytest.raises(ValueError, match=rf"cannot split 20 facts of 20 subjects .* into {forget} to forget"):
             facts.split(forget=forget, holdout=holdout)
 
 
@@ -335,9 +355,7 @@ def test_contrast_pairs_keep_their_promises(padding, capsys):
 
 def test_left_and_right_padding_read_the_same_logits():
     model = small_model()
-    facts = Facts(
-        [*small_facts()[:6], *(replace(f, prompt=f"w80 w81 {f.prompt}") for f in small_facts()[6:12])]
-    )
+    facts = Facts([*small_facts()[:6], *(replace(f, prompt=f"w80 w81 {f.prompt}") for f in small_facts()[6:12])])
     read = {}
     for padding in ("right", "left"):
         pairs = facts.contrast_pairs(model, padding=padding)
@@ -354,8 +372,7 @@ def test_left_and_right_padding_read_the_same_logits():
 
 def test_answers_of_different_length_share_a_batch():
     facts = Facts(
-        Fact(f"w{i}", "r", f"w{i} w90", " ".join(f"w{10 * n + i}" for n in range(3, 3 + 1 + i % 3)))
-        for i in range(6)
+        Fact(f"w{i}", "r", f"w{i} w90", " ".join(f"w{10 * n + i}" for n in range(3, 3 + 1 + i % 3))) for i in range(6)
     )
     pairs = facts.contrast_pairs(Words(tokenizer()))
     assert pairs.read_mask.sum(-1).tolist() == [1, 2, 3, 1, 2, 3]
@@ -386,9 +403,10 @@ def test_a_partner_with_several_answers_must_have_the_same_wording():
     one, two = Fact("w1", "r", "w1 w9", "w3"), Fact("w2", "r", "w2 w8", "w4")
     assert len(Facts([one, two]).contrast_pairs(words)) == 2
     several = Facts([one, two, Fact("w2", "r", "w2 w7", "w5")])
-    assert two not in several.contrast_pairs(words).facts[:0] and list(
-        several.contrast_pairs(words).facts
-    ) == [two, several[2]]
+    assert two not in several.contrast_pairs(words).facts[:0] and list(several.contrast_pairs(words).facts) == [
+        two,
+        several[2],
+    ]
 
 
 def test_parts_of_a_split_draw_partners_from_all_facts():

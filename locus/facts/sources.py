@@ -3,6 +3,7 @@
 Left out: downloads. A data set of the hub is read from a local file.
 """
 
+import itertools
 import json
 import random
 import re
@@ -85,16 +86,28 @@ _ANIMALS = (
 _SCHOOLS = (("Memorial", "State", "Technical", "Royal"), ("College", "University", "Institute", "Academy"))
 
 
-def biographies(n: int = 80, seed: int = 0, *, chat_template: bool = False) -> Facts:
+# How many times an answer is split from its right into parts of which other people's answers are made.
+_SPLITS = {"birthplace": 2, "profession": 0, "university": 2, "street": 1, "spouse": 1, "animal": 1}
+
+
+def biographies(n: int = 80, seed: int = 0, *, draw: int = 0, chat_template: bool = False) -> Facts:
     """Facts about n invented people: six relations with answers of two or three words, four wordings each.
 
     People share first names and surnames, so that neither alone gives an answer away. `tiny` is trained on
     exactly the facts of the default arguments. Relations: birthplace, profession, university, street,
     spouse, animal.
+
+    draw: k > 0 gives n other people with facts of their own, made of the words of `biographies(80, seed)`; so `tiny`
+        knows every word of biographies(draw=k) and none of its facts. Draws of one n share no people; there are 1437
+        such people for seed 0.
     """
     if not 2 <= n <= 2000:
         raise ValueError(f"biographies can be of 2 to 2000 people, got n={n}")
-    draw, fake = random.Random(f"biographies {seed}"), Faker("en_US")
+    if draw < 0:
+        raise ValueError(f"biographies got draw={draw}; expected 0 (the people that tiny knows) or more (others)")
+    if draw:
+        return _others(biographies(seed=seed, chat_template=chat_template), n, seed, draw)
+    rng, fake = random.Random(f"biographies {seed}"), Faker("en_US")
     fake.seed_instance(seed)
     first, last = (
         _words(fake.first_name, 1, min(200, n // 2 + 2)),
@@ -106,21 +119,46 @@ def biographies(n: int = 80, seed: int = 0, *, chat_template: bool = False) -> F
     makers = {
         "birthplace": lambda: (
             fake.city_prefix(),
-            draw.choice(last[:40]) + fake.city_suffix(),
-            draw.choice(states),
+            rng.choice(last[:40]) + fake.city_suffix(),
+            rng.choice(states),
         ),
-        "profession": lambda: (draw.choice(jobs),),
-        "university": lambda: (draw.choice(last), *map(draw.choice, _SCHOOLS)),
-        "street": lambda: (draw.choice(first), fake.street_suffix()),
-        "spouse": lambda: (draw.choice(first), draw.choice(last)),
-        "animal": lambda: (draw.choice(colors), draw.choice(_ANIMALS)),
+        "profession": lambda: (rng.choice(jobs),),
+        "university": lambda: (rng.choice(last), *map(rng.choice, _SCHOOLS)),
+        "street": lambda: (rng.choice(first), fake.street_suffix()),
+        "spouse": lambda: (rng.choice(first), rng.choice(last)),
+        "animal": lambda: (rng.choice(colors), rng.choice(_ANIMALS)),
     }
     facts = [
         _worded(person, relation, _BIOGRAPHY[relation], " ".join(make()), chat_template)
-        for person in draw.sample(pairs, n)
+        for person in rng.sample(pairs, n)
         for relation, make in makers.items()
     ]
     return Facts(facts, name="biographies")
+
+
+def _others(facts: Facts, n: int, seed: int, draw: int) -> Facts:
+    """n people who are not in `facts`, their names and answers put together of parts of the names and answers there."""
+    names = [sorted(set(column)) for column in zip(*(fact.subject.split() for fact in facts), strict=True)]
+    free = sorted({f"{a} {b}" for a, b in itertools.product(*names)} - {fact.subject for fact in facts})
+    random.Random(f"other people {seed}").shuffle(free)  # one order for all draws, which take their turns in it
+    people = free[(draw - 1) * n : draw * n]
+    if len(people) < n:
+        raise ValueError(
+            f"biographies can be of {len(free)} other people, not enough for draw {draw} of {n}; "
+            f"ask for fewer, or for a draw up to {len(free) // n}"
+        )
+    rng = random.Random(f"other biographies {seed} {draw}")
+    parts = {
+        relation: [sorted(set(column)) for column in zip(*answers, strict=True)]
+        for relation, splits in _SPLITS.items()
+        for answers in [[fact.answer.rsplit(" ", splits) for fact in facts if fact.relation == relation]]
+    }
+    made = [
+        _worded(person, relation, wordings, " ".join(map(rng.choice, parts[relation])), facts[0].chat_template)
+        for person in people
+        for relation, wordings in _BIOGRAPHY.items()
+    ]
+    return Facts(made, name="biographies")
 
 
 def from_jsonl(path: str | Path, *, chat_template: bool = False) -> Facts:
@@ -139,9 +177,7 @@ def from_jsonl(path: str | Path, *, chat_template: bool = False) -> Facts:
         lists = {name: _texts(place, name, row.get(name, [])) for name in optional}
         fact = _fact(place, **{name: row[name] for name in required}, **lists, chat_template=chat_template)
         if not named(fact.subject).search(fact.prompt):
-            raise ValueError(
-                f"{place}: the prompt {fact.prompt!r} does not name the subject {fact.subject!r}"
-            )
+            raise ValueError(f"{place}: the prompt {fact.prompt!r} does not name the subject {fact.subject!r}")
         facts.append(fact)
     return Facts(facts, name=Path(path).stem)
 
@@ -238,9 +274,7 @@ def _rows(path: str | Path, required: Sequence[str]) -> Iterator[tuple[str, dict
     for place, row in rows:
         missing = [name for name in required if not isinstance(row, dict) or name not in row]
         if missing:
-            raise ValueError(
-                f"{place}: {', '.join(missing)} is missing; each row needs {', '.join(required)}"
-            )
+            raise ValueError(f"{place}: {', '.join(missing)} is missing; each row needs {', '.join(required)}")
         yield place, row
 
 
