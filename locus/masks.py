@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from locus.components import Components, parameter_mask
+from locus.components import Components, parameter_mask, slices
 from locus.scores import (
     Scores,
     components_from_record,
@@ -69,9 +69,7 @@ class ParameterMask(Mapping):
                 tensor = tensor.bool()
             if model is not None:
                 if name not in model.weights:
-                    near = [
-                        known for known in model.weights if known.endswith(".".join(name.split(".")[-3:]))
-                    ]
+                    near = [known for known in model.weights if known.endswith(".".join(name.split(".")[-3:]))]
                     raise ValueError(
                         f"from_tensors: the model {model.name} has no parameter {name}"
                         + (
@@ -99,6 +97,58 @@ class ParameterMask(Mapping):
         """Every entry of every parameter of the model (a tied parameter once)."""
         tensors = {name: torch.ones(weight.shape, dtype=torch.bool) for name, weight in model.weights.items()}
         return cls(tensors, {"method": "full", "model": model.fingerprint})
+
+    @classmethod
+    def random(
+        cls,
+        model: Any,
+        *,
+        budget: float | None = None,
+        like: "ParameterMask | None" = None,
+        match: str = "layer",
+        disjoint_from: "ParameterMask | None" = None,
+        seed: int = 0,
+    ) -> "ParameterMask":
+        """Single weights drawn at random: a budget of the attention and MLP matrices, or as many as `like` has.
+
+        budget: this share of the entries of every matrix, rounded down (biases and norms are left out); 5% in LACUNA
+            (Boglioni et al. 2026, arXiv 2607.02513)
+        like, match="layer": as many entries of every tensor as this mask has there
+        like, match="uniform": as many in all of its tensors together
+        disjoint_from: choose none of that mask's entries
+        """
+        recipe: dict[str, Any] = {"method": "random", "seed": seed, "model": model.fingerprint}
+        for what, other in (("like", like), ("disjoint_from", disjoint_from)):
+            if other is not None:
+                _require_one_model(recipe, other.recipe, f"random({what}=)")
+                recipe[what] = other.recipe
+        taken = {} if disjoint_from is None else disjoint_from.tensors
+        names = set(_matrices(model) if like is None else like)
+        free = {
+            name: (~taken[name].cpu()).flatten() if name in taken else torch.ones(weight.numel(), dtype=torch.bool)
+            for name, weight in model.weights.items()
+            if name in names
+        }
+        rng = np.random.default_rng(seed)
+        if like is not None and budget is None:
+            wanted = {name: int(tensor.sum()) for name, tensor in like.items()}
+            counts = wanted if match == "layer" else _spread(sum(wanted.values()), free, rng)
+            recipe["match"] = match
+        elif budget is not None and like is None:
+            counts = {name: _allowed(budget, len(entries), "ParameterMask.random") for name, entries in free.items()}
+            recipe["budget"] = float(budget)
+        else:
+            raise ValueError("ParameterMask.random takes either budget= or like=, for instance budget=0.05.")
+        if match not in MATCHES:
+            raise ValueError(f"ParameterMask.random got match={match!r}; expected one of {', '.join(MATCHES)}.")
+        tensors = {
+            name: _some(free[name], count, name, rng).reshape(model.weights[name].shape)
+            for name, count in counts.items()
+            if count
+        }
+        if not tensors:
+            raise ValueError(f"ParameterMask.random: a budget of {budget} selects no entry of any matrix.")
+        return cls(tensors, recipe)
 
     def __getitem__(self, name: str) -> Bool[Tensor, "..."]:
         return self.tensors[name]
@@ -377,9 +427,7 @@ class Mask:
         return cls(components, _unpack(tensors["selected"], [len(components)]), record["recipe"])
 
 
-def controls(
-    mask: Mask, n: int = 20, *, match: str = "layer", disjoint: bool = False, seed: int = 0
-) -> list[Mask]:
+def controls(mask: Mask, n: int = 20, *, match: str = "layer", disjoint: bool = False, seed: int = 0) -> list[Mask]:
     """n random masks with the parameter counts of `mask`, different from it and from each other.
 
     The first draws of one seed are the same for every n.
@@ -456,11 +504,8 @@ def _prefix(
     components: Components, order: Int[Tensor, " chosen"], budget: float, what: str
 ) -> Bool[Tensor, " component"]:
     """The longest prefix of an order whose parameters are within the budget, so that budgets nest."""
-    if not 0 < budget <= 1:
-        raise ValueError(f"{what} got budget={budget!r}; expected a fraction of the parameters, in (0, 1].")
     total = int(components.sizes.sum())
-    # Fraction(str(...)) is the number as written: 0.29 of 100 is 29, which floating point makes 28.
-    allowed = math.floor(Fraction(str(float(budget))) * total)
+    allowed = _allowed(budget, total, what)
     spent = torch.cumsum(components.sizes[order], 0)
     if not len(order) or int(spent[0]) > allowed:
         least = f"{math.ceil(int(spent[0]) / total * 1e6) / 1e6:.6f}".rstrip("0") if len(order) else "none"
@@ -480,12 +525,44 @@ def _prefix(
     return selected
 
 
+def _allowed(budget: float, total: int, what: str) -> int:
+    """How many of `total` entries a budget allows."""
+    if not 0 < budget <= 1:
+        raise ValueError(f"{what} got budget={budget!r}; expected a fraction of the parameters, in (0, 1].")
+    # Fraction(str(...)) is the number as written: 0.29 of 100 is 29, which floating point makes 28.
+    return math.floor(Fraction(str(float(budget))) * total)
+
+
+def _spread(n: int, free: Mapping[str, Bool[Tensor, " entry"]], rng: np.random.Generator) -> dict[str, int]:
+    """How many of n entries, drawn at random from all that are free, lie in each tensor."""
+    sizes = [int(entries.sum()) for entries in free.values()]
+    if n > sum(sizes):
+        raise ValueError(f"ParameterMask.random: {n:,} entries are asked for and {sum(sizes):,} are free; take fewer.")
+    return dict(zip(free, rng.multivariate_hypergeometric(sizes, n, method="marginals").tolist(), strict=True))
+
+
+def _some(free: Bool[Tensor, " entry"], count: int, name: str, rng: np.random.Generator) -> Bool[Tensor, " entry"]:
+    """`count` of the free entries of a tensor."""
+    pool = free.nonzero().flatten().numpy()
+    if count > len(pool):
+        raise ValueError(
+            f"ParameterMask.random: {name} has {len(pool):,} entries free of the mask to be disjoint from, and "
+            f"{count:,} are asked for; take a smaller budget, or allow overlap."
+        )
+    selected = torch.zeros_like(free)
+    selected[torch.from_numpy(rng.choice(pool, count, replace=False))] = True
+    return selected
+
+
+def _matrices(model: Any) -> list[str]:
+    """Names of the weight matrices of all attention blocks and MLPs; no biases, no norms."""
+    blocks = model.components("attn") + model.components("mlp")
+    owned = dict.fromkeys(name for block in blocks for name in slices(model, block))
+    return [name for name in owned if model.weights[name].ndim > 1]
+
+
 def _named(content: Any, model: Any, path: str | Path) -> dict[str, Tensor]:
-    if (
-        isinstance(content, Mapping)
-        and all(isinstance(value, Tensor) for value in content.values())
-        and content
-    ):
+    if isinstance(content, Mapping) and all(isinstance(value, Tensor) for value in content.values()) and content:
         return dict(content)
     if isinstance(content, Sequence) and content:
         if all(isinstance(item, Tensor) for item in content):
@@ -549,8 +626,6 @@ def _say(recipe: dict) -> str:
     """A recipe in a few words."""
     said = [str(recipe.get("method", "no recipe"))]
     said += [
-        f"{key}={recipe[key]}"
-        for key in ("select", "match", "budget", "seed", "draw")
-        if recipe.get(key) is not None
+        f"{key}={recipe[key]}" for key in ("select", "match", "budget", "seed", "draw") if recipe.get(key) is not None
     ]
     return " ".join(said)

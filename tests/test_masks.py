@@ -234,6 +234,50 @@ def test_materialize_selects_the_entries_of_the_components(monkeypatch):
     assert parameters.recipe["seed"] == 0 and parameters.recipe["components"] == 8
 
 
+def test_random_single_weights_are_a_share_of_every_matrix(any_model):
+    mask = ParameterMask.random(any_model, budget=0.1, seed=3)
+    matrices = {
+        name
+        for name, weight in any_model.weights.items()
+        if weight.ndim > 1 and not any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
+    }
+    assert set(mask) == matrices
+    for tensor in mask.values():
+        assert int(tensor.sum()) == math.floor(0.1 * tensor.numel() + 1e-9)
+    again, other = (ParameterMask.random(any_model, budget=0.1, seed=seed) for seed in (3, 4))
+    assert all(torch.equal(mask[name], again[name]) for name in mask)
+    # Two independent draws share 10% of their entries by chance.
+    assert mask.overlap(other).share == pytest.approx(0.1, abs=0.03)
+
+
+def test_random_single_weights_like_a_mask_and_disjoint_from_it(llama):
+    mask = ParameterMask.random(llama, budget=0.2, seed=0) | Mask.random(
+        llama.components("value"), budget=0.2
+    ).materialize(llama)
+    twin = ParameterMask.random(llama, like=mask, disjoint_from=mask, seed=1)
+    assert {name: int(t.sum()) for name, t in twin.items()} == {name: int(t.sum()) for name, t in mask.items()}
+    assert mask.overlap(twin).share == 0
+    spread = ParameterMask.random(llama, like=mask, match="uniform", disjoint_from=mask, seed=1)
+    assert spread.n_parameters == mask.n_parameters and (spread & mask).n_parameters == 0
+    assert {name: int(t.sum()) for name, t in spread.items()} != {name: int(t.sum()) for name, t in mask.items()}
+    third = ParameterMask.random(llama, budget=0.1, disjoint_from=mask | twin, seed=2)
+    assert (third & (mask | twin)).n_parameters == 0
+
+
+def test_random_single_weights_that_cannot_be_are_refused(llama):
+    mask = ParameterMask.random(llama, budget=0.6)
+    with pytest.raises(ValueError, match="free of the mask"):
+        ParameterMask.random(llama, like=mask, disjoint_from=mask)
+    with pytest.raises(ValueError, match="either budget= or like="):
+        ParameterMask.random(llama)
+    with pytest.raises(ValueError, match="budget=2.0"):
+        ParameterMask.random(llama, budget=2.0)
+    with pytest.raises(ValueError, match="selects no entry"):
+        ParameterMask.random(llama, budget=1e-9)
+    with pytest.raises(ValueError, match="different models"):
+        ParameterMask.random(llama, like=ParameterMask(dict(mask), {"model": "another"}))
+
+
 @pytest.mark.parametrize("kind", ["head", "kv", "neuron", "value", "mlp", "attn"])
 def test_a_materialized_mask_has_the_parameters_that_it_counts(llama, kind):
     mask = Mask.random(llama.components(kind), budget=0.7, seed=0)
