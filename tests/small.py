@@ -38,3 +38,13 @@ def model() -> HookedModel:
         torch.nn.utils.clip_grad_norm_(hf_model.parameters(), 1.0)
         optimizer.step()
     return wrap(hf_model.eval(), words, "small")
+
+
+def unknown(n: int = 12) -> Facts:
+    """Facts about n subjects that the model has never seen, in the words that it has, of the same relations."""
+    found = []
+    for i, subject in enumerate([*range(24, 30), *range(80, 90)][:n]):
+        for r, (relation, word) in enumerate(RELATIONS.items()):
+            answer = f"w{30 + (11 * i + 5 * r) % 24} w{60 + (3 * i + 7 * r) % 20}"
+            found.append(Fact(f"w{subject}", relation, f"w{subject} {word}", answer, (f"w92 {word} w{subject}",)))
+    return Facts(found)
