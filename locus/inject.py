@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from locus.evaluate import interval, score
 from locus.facts import Fact, Facts, FactSplit, encode
@@ -33,6 +35,7 @@ from locus.unlearn.update import Entries, written
 from locus.worlds import cache_dir
 
 Place = Mask | ParameterMask
+SAMPLE = 64  # prompts of a part that are asked before all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,8 @@ def plant(
 
     split: `retain` and `holdout` are kept; all wordings of a fact are taught. None of them is known to the model yet.
     place: V, e.g. of `region`. A mask of the model as loaded.
-    replay: the kept facts stay in the loss while V learns, all of them alike; else V's learning damages them.
+    replay: the kept facts stay in the loss while V learns, all of them alike, and the stage ends only when they too
+        have the strength; else V's learning damages them.
     strength: mean extraction strength, over all wordings, at which a stage is done.
     seed: of the order of the data.
     known: facts that the model knew before; only measured.
@@ -157,7 +161,9 @@ def plant(
     settings = {"place": place_digest(entries_of(model, place)), "replay": replay, **record_of(goal)}
 
     def make() -> Update:
-        return teach(model, split.forget, kept if replay else Facts(), place, goal)
+        if not replay:
+            return teach(model, split.forget, Facts(), place, goal)
+        return teach(model, split.forget, kept, place, goal, held=[kept])
 
     with before.update.applied(model):
         after = planted_stage(model, parts, before, settings, make, cache)
@@ -192,28 +198,15 @@ def teach(
 
     held: of the kept ones, those that must have the strength too in the end.
     """
-    batches = [encode(model, worded(some)) for some in (facts, *held)]
     reached = [math.nan]
+    known = strength_check(model, (facts, *held), goal)
 
     def enough(step: int) -> bool:
-        reached.append(min(strength_of(model, batch) for batch in batches))
+        reached.append(known())
         return reached[-1] >= goal.strength
 
-    update = _train(model, facts, kept, place, goal, enough)
-    goal.require(reached[-1], len(facts), update.status)
-    return update
-
-
-def _train(
-    model: HookedModel,
-    facts: Facts,
-    kept: Facts,
-    place: Place,
-    goal: Goal,
-    callback: Callable[[int], bool] | None = None,
-) -> Update:
     training = goal.training
-    return unlearn(
+    update = unlearn(
         model,
         FactSplit(forget=worded(facts), retain=worded(kept), holdout=Facts(), other=Facts(), seed=goal.seed),
         place,
@@ -224,9 +217,11 @@ def _train(
         batch_size=training.batch_size,
         floor=None,
         checkpoints={*range(training.every, training.steps, training.every), training.steps},
-        callback=callback,
+        callback=enough,
         progress=goal.progress,
     )
+    goal.require(reached[-1], len(facts), update.status)
+    return update
 
 
 def worded(facts: Sequence[Fact]) -> Facts:
@@ -236,6 +231,30 @@ def worded(facts: Sequence[Fact]) -> Facts:
 
 def entries_of(model: HookedModel, place: Place) -> ParameterMask:
     return place.materialize(model) if isinstance(place, Mask) else place
+
+
+def strength_check(model: HookedModel, parts: Sequence[Facts], goal: Goal) -> Callable[[], float]:
+    """A function that measures the parts' strength, the least of them, over all wordings.
+
+    A sample of each part is asked first: while that is too weak, its strength is returned, and the rest is not run.
+    """
+    batches = [encode(model, worded(facts)) for facts in parts]
+    generator = torch.Generator().manual_seed(goal.seed)
+    samples = [rows_of(batch, torch.randperm(len(batch), generator=generator)[:SAMPLE]) for batch in batches]
+
+    def measure() -> float:
+        for some in samples:
+            if (weak := strength_of(model, some)) < goal.strength:
+                return weak
+        return min(strength_of(model, batch) for batch in batches)
+
+    return measure
+
+
+def rows_of(batch: Batch, rows: Int[Tensor, " row"]) -> Batch:
+    """Some rows of a batch."""
+    rows = rows.to(batch.tokens.device)
+    return Batch(batch.tokens[rows], batch.attention_mask[rows], batch.answer_mask[rows])
 
 
 def _without(update: Update, mask: ParameterMask) -> dict[str, Entries]:
