@@ -29,8 +29,10 @@ def main() -> None:
     with update.applied(model):
         outside = sum(count_outside(before[name], p, masks.get(name)) for name, p in model.weights.items())
     restored = all(torch.equal(before[name], p) for name, p in model.weights.items())
-    print(f"unlearn: {update.n_changed:,} of {mask.n_parameters:,} masked entries changed, {outside} outside; "
-          f"restored bit for bit: {restored}; checksum {update.checksum[:16]}")
+    print(
+        f"unlearn: {update.n_changed:,} of {mask.n_parameters:,} masked entries changed, {outside} outside; "
+        f"restored bit for bit: {restored}; checksum {update.checksum[:16]}"
+    )
 
     hf_model = model.bridge.original_model
     parameters = list(model.weights.values())
@@ -46,8 +48,10 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
     outside = sum(count_outside(before[name], p, masks.get(name)) for name, p in model.weights.items())
-    print(f"guard:   {proof.n_changed:,} of {mask.n_parameters:,} masked entries changed, {outside} outside; "
-          f"checksum {proof.checksum[:16]}")
+    print(
+        f"guard:   {proof.n_changed:,} of {mask.n_parameters:,} masked entries changed, {outside} outside; "
+        f"checksum {proof.checksum[:16]}"
+    )
 
 
 def count_outside(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor | None) -> int:

@@ -1,6 +1,6 @@
 """Figures of a finished study as SVG.
 
-    python experiments/figures.py runs/tiny-biographies experiments/results/tiny
+python experiments/figures.py runs/tiny-biographies experiments/results/tiny
 """
 
 import sys

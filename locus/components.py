@@ -61,9 +61,7 @@ class Component:
         match = _LABEL.fullmatch(label)
         kind = next((k for k, v in LABELS.items() if match and v == match[2]), None)
         if match is None or kind is None or (match[3] is None) != (kind in BLOCKS):
-            raise ValueError(
-                f"{label!r} is not a component; write L9H6, L9KV2, L3N12, L3V12, L4MLP, L4ATTN or L2E5"
-            )
+            raise ValueError(f"{label!r} is not a component; write L9H6, L9KV2, L3N12, L3V12, L4MLP, L4ATTN or L2E5")
         return Component(int(match[1]), kind, None if match[3] is None else int(match[3]))
 
 
@@ -155,11 +153,7 @@ def components(model: Any, kind: str) -> Components:
     items = tuple(Component(layer, kind, i) for layer in range(model.cfg.n_layers) for i in indices)
     # All components of a kind in a layer own equally many entries, so one of them is measured.
     sizes = torch.tensor(
-        [
-            _size(model, Component(layer, kind, indices[0]))
-            for layer in range(model.cfg.n_layers)
-            for _ in indices
-        ],
+        [_size(model, Component(layer, kind, indices[0])) for layer in range(model.cfg.n_layers) for _ in indices],
         dtype=torch.long,
     )
     return Components(items, sizes, model.fingerprint)

@@ -130,9 +130,7 @@ class Trace:
         """One block on any rows; `rows` says which row of the trace each has its mask and positions from."""
         args, kwargs = self.calls[layer]
         batch = len(self)
-        out = self.model.bridge.blocks[layer](
-            residual, *_select(args, rows, batch), **_select(kwargs, rows, batch)
-        )
+        out = self.model.bridge.blocks[layer](residual, *_select(args, rows, batch), **_select(kwargs, rows, batch))
         return out[0] if isinstance(out, tuple) else out
 
     def resume(
@@ -147,9 +145,7 @@ class Trace:
             residual = self.block(i, residual, rows)
         return unembed(self.model, gather(residual, read))
 
-    def grow(
-        self, starts: dict[int, Start], read: Int[Tensor, "batch read"]
-    ) -> Float[Tensor, "row read d_vocab"]:
+    def grow(self, starts: dict[int, Start], read: Int[Tensor, "batch read"]) -> Float[Tensor, "row read d_vocab"]:
         """A whole sweep in one pass: rows join the batch at the layer at which they are changed.
 
         Args:
@@ -221,9 +217,7 @@ class Prefix:
     trace: Trace
     layer: int
 
-    def run(
-        self, rows: Int[Tensor, " row"], positions: Int[Tensor, "row read"]
-    ) -> Float[Tensor, "row read d_vocab"]:
+    def run(self, rows: Int[Tensor, " row"], positions: Int[Tensor, "row read"]) -> Float[Tensor, "row read d_vocab"]:
         """Logits at `positions` of some rows of the batch, with autograd on, from `layer` upwards."""
         residual = self.trace.inputs[self.layer].index_select(0, rows.to(self.trace.inputs[0].device))
         return self.trace.resume(self.layer, residual, rows, positions)
@@ -242,9 +236,7 @@ def prefix(
     return Prefix(Trace(model, kept, recorded.calls), layer)
 
 
-def unembed(
-    model: Any, residual: Float[Tensor, "*batch d_model"]
-) -> Float[Tensor, "*batch d_vocab"]:
+def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
     """Final norm, unembedding and the model's soft cap of logits, if it has one."""
     logits = model.bridge.unembed(model.bridge.ln_final(residual))
     cap = getattr(model.bridge.original_model.config, "final_logit_softcapping", None)
@@ -262,8 +254,7 @@ def gather(
 def count(model: Any) -> int:
     """Number of hooks registered anywhere in the model (every public call leaves it as it was)."""
     return sum(
-        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
-        for m in model.bridge.modules()
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.bridge.modules()
     )
 
 

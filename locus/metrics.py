@@ -124,9 +124,7 @@ def harmonic_mean(values: Float[Tensor, "*batch value"]) -> Float[Tensor, "*batc
     return values.shape[-1] / (1 / values).sum(-1)
 
 
-def _pick(
-    values: Float[Tensor, "row read d_vocab"], tokens: Int[Tensor, "row read"]
-) -> Float[Tensor, "row read"]:
+def _pick(values: Float[Tensor, "row read d_vocab"], tokens: Int[Tensor, "row read"]) -> Float[Tensor, "row read"]:
     return values.gather(-1, tokens.to(values.device)[..., None])[..., 0]
 
 

@@ -245,9 +245,7 @@ def load(
         ) from error
     model = wrap(hf_model.to(device).eval(), tokenizer, label)
     if not quiet:
-        print(
-            f"{label}: logits equal plain Hugging Face's (largest difference {model.parity:.1e})", file=sys.stderr
-        )
+        print(f"{label}: logits equal plain Hugging Face's (largest difference {model.parity:.1e})", file=sys.stderr)
     return model
 
 

@@ -64,8 +64,7 @@ class Scores:
             )
         if self.facts and len(self.facts) != values.shape[0]:
             raise ValueError(
-                f"Scores got {len(self.facts)} fact labels for {values.shape[0]} rows; "
-                "give one label a row, or none."
+                f"Scores got {len(self.facts)} fact labels for {values.shape[0]} rows; give one label a row, or none."
             )
         values = values.detach().to("cpu")
         if values.dtype not in (torch.float32, torch.float64):
@@ -251,9 +250,7 @@ def read_tensors(path: str | Path, *, kind: str) -> tuple[dict[str, Tensor], dic
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file ({error}); save it again.") from error
     if metadata.get("locus") != kind:
-        raise ValueError(
-            f"{path}: holds {metadata.get('locus', 'tensors of another program')}, expected {kind}."
-        )
+        raise ValueError(f"{path}: holds {metadata.get('locus', 'tensors of another program')}, expected {kind}.")
     return tensors, json.loads(metadata["record"])
 
 

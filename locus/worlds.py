@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,32 +75,82 @@ def tiny(cache: Path | None = None, *, quiet: bool = False) -> Path:
     Deterministic: one seed, one thread (restored afterwards), the global random state untouched. The
     directory holds config.json, model.safetensors, the tokenizer and facts.jsonl.
     """
-    facts = biographies()
+    return _world("tiny", biographies(), (), TINY, 0.99, cache, quiet=quiet)
+
+
+def routed(
+    groups: Sequence[tuple[Facts, Mapping[str, Tensor]]],
+    facts: Facts | None = None,
+    *,
+    seed: int = 0,
+    least: float = 0.95,
+    cache: Path | None = None,
+    quiet: bool = False,
+) -> Path:
+    """Directory of a model like `tiny`, trained from scratch with some knowledge routed to a known place.
+
+    The gradients of each group of facts reach only its own mask (a `ParameterMask` of the model "tiny", which has the
+    same parameters); those of all other facts reach everything. Weight decay and Adam's steps go on everywhere.
+    Gradient routing, Cloud et al. 2024 (arXiv 2410.04332); masks of groups as in LACUNA (arXiv 2607.02513).
+
+    facts: all that is trained on, the groups among them; default `biographies()`. Without groups, and without the facts
+        to forget, this is the model θ_r that never saw them.
+    seed: of the first weights and of the order of the data.
+    least: share of all facts whose answers must be greedily right in the end.
+
+    Raises:
+        ValueError: a mask does not fit, or a fact is in two groups or not among the facts.
+        RuntimeError: too few facts were learned.
+    """
+    facts = biographies() if facts is None else facts
+    seen = [fact for members, _ in groups for fact in members]
+    if len(set(seen)) < len(seen) or not set(seen) <= set(facts):
+        raise ValueError("each fact may be in one group, and must be among the facts that are trained on")
+    return _world("routed", facts, groups, TINY | {"seed": seed}, least, cache, quiet=quiet)
+
+
+def _world(
+    name: str,
+    facts: Facts,
+    groups: Sequence[tuple[Facts, Mapping[str, Tensor]]],
+    settings: dict[str, Any],
+    least: float,
+    cache: Path | None,
+    *,
+    quiet: bool,
+) -> Path:
     columns = ("subject", "relation", "prompt", "answer", "paraphrases")
-    rows = "".join(json.dumps({name: getattr(fact, name) for name in columns}) + "\n" for fact in facts)
-    settings = json.dumps(TINY, sort_keys=True)
-    key = hashlib.sha256((settings + rows).encode()).hexdigest()[:12]
-    target = Path(cache or cache_dir()) / f"tiny-{key}"
+    rows = "".join(json.dumps({column: getattr(fact, column) for column in columns}) + "\n" for fact in facts)
+    digest = hashlib.sha256((json.dumps(settings, sort_keys=True) + rows).encode())
+    for members, mask in groups:
+        digest.update(json.dumps([facts.index(fact) for fact in members]).encode())
+        for parameter, selected in sorted(mask.items()):
+            digest.update(parameter.encode() + selected.cpu().numpy().tobytes())
+    target = Path(cache or cache_dir()) / f"{name}-{digest.hexdigest()[:12]}"
     if (target / "config.json").is_file():
         return target
     if not quiet:
-        print(
-            f"Training the tiny model on {len(facts)} synthetic facts (once; kept in {target}).", flush=True
-        )
+        print(f"Training the {name} model on {len(facts)} synthetic facts (once; kept in {target}).", flush=True)
     with new_directory(target) as new:
-        tokenizer = _word_tokenizer(facts)
-        model, known = _train(facts, tokenizer, quiet=quiet)
-        if known < 0.99:
+        # All words of the default facts, so that models trained on some of them have the same parameters.
+        tokenizer = _word_tokenizer(Facts(dict.fromkeys((*biographies(), *facts))))
+        model, known = _train(facts, tokenizer, groups, settings, quiet=quiet)
+        if known < least:
             raise RuntimeError(
-                f"the tiny model knows {known:.1%} of its {len(facts)} facts after training, expected at "
-                f"least 99%: please report this with your versions of torch ({torch.__version__}) and Faker"
+                f"the {name} model knows {known:.1%} of its {len(facts)} facts after training, expected at "
+                f"least {least:.0%}"
+                + (
+                    ": give the groups larger masks or fewer facts, or expect less (least=)"
+                    if groups
+                    else f": please report this with your versions of torch ({torch.__version__}) and Faker"
+                )
             )
         with _silence():
             model.save_pretrained(new)
         tokenizer.save_pretrained(new)
         (new / "facts.jsonl").write_text(rows)
     if not quiet:
-        print(f"The tiny model knows {known:.1%} of its {len(facts)} facts.", flush=True)
+        print(f"The {name} model knows {known:.1%} of its {len(facts)} facts.", flush=True)
     return target
 
 
@@ -108,9 +158,7 @@ def smollm2(cache: Path | None = None) -> Path:
     """Directory of SmolLM2-135M-Instruct, or a ValueError that says how to get it."""
     target = Path(cache or cache_dir()) / "smollm2"
     if not (target / "config.json").is_file():
-        raise ValueError(
-            f"smollm2 is not in the cache ({target}): run `locus fetch smollm2` once, with network"
-        )
+        raise ValueError(f"smollm2 is not in the cache ({target}): run `locus fetch smollm2` once, with network")
     return target
 
 
@@ -148,35 +196,58 @@ def fetch_smollm2(cache: Path | None = None, *, quiet: bool = False) -> Path:
 
 
 def _train(
-    facts: Facts, tokenizer: PreTrainedTokenizerFast, *, quiet: bool
+    facts: Facts,
+    tokenizer: PreTrainedTokenizerFast,
+    groups: Sequence[tuple[Facts, Mapping[str, Tensor]]] = (),
+    settings: dict[str, Any] = TINY,
+    *,
+    quiet: bool,
 ) -> tuple[LlamaForCausalLM, float]:
     """Minimize the next-token loss on every fact in a random one of its phrasings each epoch.
 
     loss = Σ w_t · (−log p(x_t | x_<t)) / Σ w_t, with w = 1 on the answer and the end, `text_weight`
-    elsewhere. Returns the model and the share of facts whose whole answer is greedily right in their main
-    prompt.
+    elsewhere. The gradients of the facts of a group reach only its mask. Returns the model and the share of facts
+    whose whole answer is greedily right in their main prompt.
     """
     tokens, answer = _texts(facts, tokenizer)
     threads = torch.get_num_threads()
-    torch.set_num_threads(TINY["threads"])
+    torch.set_num_threads(settings["threads"])
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(TINY["seed"])
-            special = {
-                f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
-            }
-            model = LlamaForCausalLM(
-                LlamaConfig(**TINY["architecture"], vocab_size=len(tokenizer), **special)
-            )
-            _fit(model, tokens, answer, tokenizer.pad_token_id, quiet=quiet)
+            torch.manual_seed(settings["seed"])
+            special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+            model = LlamaForCausalLM(LlamaConfig(**settings["architecture"], vocab_size=len(tokenizer), **special))
+            routes = _routes(model, facts, groups)
+            _fit(model, tokens, answer, tokenizer.pad_token_id, routes, settings, quiet=quiet)
         with torch.no_grad():
             greedy = model(tokens[:, 0, 1:]).logits[:, :-1].argmax(-1)
-            wrong = (
-                (greedy != tokens[:, 0, 2:]) & answer[:, 0, 2:] & (tokens[:, 0, 2:] != tokenizer.eos_token_id)
-            )
+            wrong = (greedy != tokens[:, 0, 2:]) & answer[:, 0, 2:] & (tokens[:, 0, 2:] != tokenizer.eos_token_id)
         return model.eval(), 1 - wrong.any(-1).float().mean().item()
     finally:
         torch.set_num_threads(threads)
+
+
+# Which facts, and for each parameter what their gradient is multiplied with (None = 1).
+Route = tuple[Bool[Tensor, " fact"], list[Tensor | None]]
+
+
+def _routes(model: LlamaForCausalLM, facts: Facts, groups: Sequence[tuple[Facts, Mapping[str, Tensor]]]) -> list[Route]:
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    rest = torch.ones(len(facts), dtype=torch.bool)
+    routes: list[Route] = []
+    for members, mask in groups:
+        if wrong := [name for name, selected in mask.items() if shapes.get(name) != tuple(selected.shape)]:
+            raise ValueError(
+                f"the mask of a group does not fit: {wrong[0]} has shape {tuple(mask[wrong[0]].shape)} there and "
+                f"{shapes.get(wrong[0], 'no place')} in the model; make it of the model 'tiny'"
+            )
+        chosen = torch.tensor([fact in set(members) for fact in facts])
+        factors: list[Tensor | None] = [
+            mask[name].cpu().float() if name in mask else torch.zeros(()) for name in shapes
+        ]
+        routes.append((chosen, factors))
+        rest &= ~chosen
+    return [*routes, (rest, [None] * len(shapes))]
 
 
 def _fit(
@@ -184,21 +255,24 @@ def _fit(
     tokens: Int[Tensor, "fact phrasing pos"],
     answer: Bool[Tensor, "fact phrasing pos"],
     pad: int,
+    routes: Sequence[Route],
+    settings: dict[str, Any],
     *,
     quiet: bool,
 ) -> None:
+    parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=TINY["lr"], betas=(0.9, 0.98), weight_decay=TINY["weight_decay"]
+        parameters, lr=settings["lr"], betas=(0.9, 0.98), weight_decay=settings["weight_decay"]
     )
     n, phrasings, _ = tokens.shape
-    batches = -(-n // TINY["batch_size"])
-    steps = TINY["epochs"] * batches
+    batches = -(-n // settings["batch_size"])
+    steps = settings["epochs"] * batches
     warm_up = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / (steps - warm_up))
     )
     with tqdm(total=steps, desc="training tiny", unit="step", disable=quiet) as bar:
-        for _ in range(TINY["epochs"]):
+        for _ in range(settings["epochs"]):
             choice = torch.randint(phrasings, (n,))
             for rows in torch.randperm(n).chunk(batches):
                 x, is_answer = tokens[rows, choice[rows]], answer[rows, choice[rows]]
@@ -206,12 +280,19 @@ def _fit(
                 # text sampled from it still looks like a biography.
                 start = 0 if torch.rand(()) < 1 / 8 else 1
                 x, is_answer = x[:, start:], is_answer[:, start:]
-                weight = torch.where(is_answer, 1.0, TINY["text_weight"]) * (x != pad)
-                log_p = model(x).logits[:, :-1].log_softmax(-1).gather(-1, x[:, 1:, None])[..., 0]
-                loss = -(log_p * weight[:, 1:]).sum() / weight[:, 1:].sum()
+                weight = torch.where(is_answer, 1.0, settings["text_weight"]) * (x != pad)
                 optimizer.zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                for chosen, factors in routes:
+                    some = chosen[rows]
+                    if not some.any():
+                        continue
+                    log_p = model(x[some]).logits[:, :-1].log_softmax(-1).gather(-1, x[some, 1:, None])[..., 0]
+                    loss = -(log_p * weight[some, 1:]).sum() / weight[:, 1:].sum()
+                    gradients = torch.autograd.grad(loss, parameters)
+                    for p, gradient, factor in zip(parameters, gradients, factors, strict=True):
+                        part = gradient if factor is None else gradient * factor
+                        p.grad = part if p.grad is None else p.grad + part
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 schedule.step()
                 bar.update()

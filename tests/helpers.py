@@ -43,16 +43,12 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         _random, hf.GPT2LMHeadModel, hf.GPT2Config, vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64
     ),
     "gpt_neox": functools.partial(_random, hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, **_SIZE),
-    "llama": functools.partial(
-        _random, hf.LlamaForCausalLM, hf.LlamaConfig, **_GROUPED, tie_word_embeddings=True
-    ),
+    "llama": functools.partial(_random, hf.LlamaForCausalLM, hf.LlamaConfig, **_GROUPED, tie_word_embeddings=True),
     "qwen3": functools.partial(_random, hf.Qwen3ForCausalLM, hf.Qwen3Config, **_GROUPED, head_dim=8),
     "olmo2": functools.partial(_random, hf.Olmo2ForCausalLM, hf.Olmo2Config, **_GROUPED),
     "gemma2": functools.partial(_random, hf.Gemma2ForCausalLM, hf.Gemma2Config, **_GEMMA),
     "gemma3": functools.partial(_random, hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, **_GEMMA),
-    "mixtral": functools.partial(
-        _random, hf.MixtralForCausalLM, hf.MixtralConfig, **_GROUPED, num_local_experts=4
-    ),
+    "mixtral": functools.partial(_random, hf.MixtralForCausalLM, hf.MixtralConfig, **_GROUPED, num_local_experts=4),
     "olmoe": functools.partial(
         _random, hf.OlmoeForCausalLM, hf.OlmoeConfig, **_GROUPED, num_experts=4, num_experts_per_tok=2
     ),

@@ -196,9 +196,7 @@ def test_gradients_from_before_are_masked_too():
     with guard(model, optimizer, masks):
         p = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
         assert (p.grad[~masks["model.layers.1.mlp.up_proj.weight"]] == 0).all()
-        assert all(
-            n in masks or p.grad is None for n, p in model.named_parameters()
-        )  # nor does clipping see them
+        assert all(n in masks or p.grad is None for n, p in model.named_parameters())  # nor does clipping see them
         optimizer.step()
     assert n_outside(model, before, masks) == 0
 

@@ -103,9 +103,11 @@ def test_attribution_equals_captum(llama):
     """Against an independent implementation: captum's gradient at the MLP's hidden units × difference."""
     captum = pytest.importorskip("captum.attr")
     pairs = contrast_pairs()
-    values = AttributionPatching("noising").score(
-        llama, pairs, llama.components("neuron"), logit_difference, False
-    ).reshape(3, 3, -1)
+    values = (
+        AttributionPatching("noising")
+        .score(llama, pairs, llama.components("neuron"), logit_difference, False)
+        .reshape(3, 3, -1)
+    )
     read = pairs.read[:, :, None].expand(-1, -1, 97)
 
     def forward(tokens):

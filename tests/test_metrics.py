@@ -82,9 +82,7 @@ def test_metrics_of_read_positions_equal_a_loop():
 def test_half_precision_is_scored_in_float32():
     logits, batch, _ = example("right")
     half = logits.bfloat16()
-    torch.testing.assert_close(
-        metrics.answer_log_probs(half, batch), metrics.answer_log_probs(half.float(), batch)
-    )
+    torch.testing.assert_close(metrics.answer_log_probs(half, batch), metrics.answer_log_probs(half.float(), batch))
 
 
 def test_rows_without_an_answer_are_nan_and_padding_cannot_leak():
@@ -96,9 +94,7 @@ def test_rows_without_an_answer_are_nan_and_padding_cannot_leak():
     read = torch.zeros_like(batch.answer_mask)
     read[:, :-1] = batch.answer_mask[:, 1:]
     broken = logits.masked_fill(~read[..., None], torch.nan)
-    torch.testing.assert_close(
-        metrics.answer_log_probs(broken, batch), metrics.answer_log_probs(logits, batch)
-    )
+    torch.testing.assert_close(metrics.answer_log_probs(broken, batch), metrics.answer_log_probs(logits, batch))
 
 
 def test_truth_ratio_is_a_ratio_of_geometric_means():

@@ -84,9 +84,7 @@ def test_equals_one_by_one_in_float64(any_model, metric, max_tokens):
     clean, corrupted = pair()
     with torch.no_grad():
         _, cache = any_model.bridge.run_with_cache(clean)
-    ours = patching.get_act_patch_resid_pre(
-        any_model, corrupted, cache, metric, max_tokens=max_tokens, progress=False
-    )
+    ours = patching.get_act_patch_resid_pre(any_model, corrupted, cache, metric, max_tokens=max_tokens, progress=False)
     assert ours.dtype == torch.float64
     slow = one_by_one(any_model, corrupted, cache, metric)
     assert (ours - slow).abs().max() < 1e-9

@@ -123,10 +123,7 @@ def test_saved_and_loaded_bit_for_bit(dtype, tmp_path):
     assert again.values.keys() == update.values.keys()
     for name, (index, value) in update.values.items():
         assert torch.equal(again.values[name].index, index) and again.values[name].index.dtype == torch.int32
-        assert (
-            torch.equal(bits(again.values[name].value), bits(value))
-            and again.values[name].value.dtype == dtype
-        )
+        assert torch.equal(bits(again.values[name].value), bits(value)) and again.values[name].value.dtype == dtype
     for field in dataclasses.fields(Update):
         if field.name not in ("values", "history"):
             assert getattr(again, field.name) == getattr(update, field.name), field.name
@@ -167,9 +164,7 @@ def test_repr_is_short():
 
 def test_bits_and_checksum_see_what_comparison_does_not():
     zero, nan = torch.tensor([0.0, 1.0]), torch.tensor([math.nan])
-    assert not torch.equal(bits(zero), bits(torch.tensor([-0.0, 1.0]))) and torch.equal(
-        bits(nan), bits(nan.clone())
-    )
+    assert not torch.equal(bits(zero), bits(torch.tensor([-0.0, 1.0]))) and torch.equal(bits(nan), bits(nan.clone()))
     mask = torch.tensor([False, True])
     one = checksum([("a", zero, mask)])
     assert one == checksum([("a", torch.tensor([0.0, 5.0]), mask)])

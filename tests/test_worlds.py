@@ -56,6 +56,104 @@ def test_training_is_deterministic_and_touches_no_global_state(short):
         assert torch.equal(a, b), name
 
 
+@pytest.fixture
+def plain(monkeypatch):
+    """One step on eight people, without weight decay."""
+    for name, value in (("epochs", 1), ("weight_decay", 0.0), ("batch_size", 64)):
+        monkeypatch.setitem(worlds.TINY, name, value)
+    facts = biographies(8)
+    return facts, worlds._word_tokenizer(facts)
+
+
+def value_mask(model, share: float) -> dict[str, torch.Tensor]:
+    """Some columns of every down projection."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: (torch.rand(p.shape[1], generator=generator) < share).expand(p.shape)
+        for name, p in model.named_parameters()
+        if "down_proj" in name
+    }
+
+
+def test_routed_gradients_reach_only_their_mask(plain, monkeypatch):
+    facts, tokenizer = plain
+    monkeypatch.setitem(worlds.TINY, "lr", 0.0)
+    start, _ = worlds._train(facts, tokenizer, quiet=True)
+    monkeypatch.setitem(worlds.TINY, "lr", 1e-3)
+    mask = value_mask(start, 0.3)
+    trained, _ = worlds._train(facts, tokenizer, [(facts, mask)], quiet=True)
+    before = dict(start.named_parameters())
+    for name, p in trained.named_parameters():
+        moved = p != before[name]
+        if name in mask:
+            assert not (moved & ~mask[name]).any() and moved[mask[name]].float().mean() > 0.9
+        else:
+            assert not moved.any(), name
+
+
+def test_routed_gradients_are_those_of_their_own_facts(plain, monkeypatch):
+    """Adam's first step is the sign of the gradient: compare it with gradients of each group's own loss."""
+    facts, tokenizer = plain
+    monkeypatch.setitem(worlds.TINY, "lr", 0.0)
+    start, _ = worlds._train(facts, tokenizer, quiet=True)
+    monkeypatch.setitem(worlds.TINY, "lr", 1e-3)
+    group, rest = facts[:12], facts[12:]
+    mask = value_mask(start, 0.3)
+    trained, _ = worlds._train(facts, tokenizer, [(Facts(group), mask)], quiet=True)
+
+    with torch.random.fork_rng(devices=[]):
+        # The same random numbers as the training draws: weights, wordings, order, and whether <bos> is read.
+        torch.manual_seed(worlds.TINY["seed"])
+        type(start)(start.config)
+        choice = torch.randint(4, (len(facts),))
+        torch.randperm(len(facts))
+        bos = torch.rand(()) < 1 / 8
+
+    def gradients(some):
+        total = torch.zeros(())
+        for fact in some:
+            prompt = (fact.prompt, *fact.paraphrases)[choice[facts.index(fact)]]
+            ids = tokenizer("<bos> " * bool(bos) + f"{prompt} {fact.answer} <eos>", return_tensors="pt")["input_ids"]
+            n = len(tokenizer(f"{fact.answer} <eos>")["input_ids"])
+            log_p = start(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            weight = torch.full_like(log_p, worlds.TINY["text_weight"])
+            weight[-n:] = 1
+            total = total - (weight * log_p).sum()
+        return dict(
+            zip(dict(start.named_parameters()), torch.autograd.grad(total, list(start.parameters())), strict=True)
+        )
+
+    ours, theirs = gradients(group), gradients(rest)
+    before = dict(start.named_parameters())
+    for name, p in trained.named_parameters():
+        expected = theirs[name] + ours[name] * mask.get(name, torch.zeros(()))
+        clear = expected.abs() > 1e-3 * expected.abs().max()
+        assert torch.equal((p - before[name]).sign()[clear], -expected.sign()[clear]), name
+
+
+def test_a_routed_world_is_a_directory_that_says_what_is_wrong(short, tmp_path):
+    facts = biographies(8)
+    model, _ = worlds._train(biographies(), worlds._word_tokenizer(biographies()), quiet=True)
+    mask = value_mask(model, 0.3)
+    folder = worlds.routed([(facts[:6], mask)], facts, least=0.0, cache=tmp_path, quiet=True)
+    assert load(folder, quiet=True).weights.keys() == dict(model.named_parameters()).keys()
+    assert worlds.routed([(facts[:6], mask)], facts, least=0.0, cache=tmp_path, quiet=True) == folder
+    others = (
+        worlds.routed([(facts[:6], mask)], facts, seed=1, least=0.0, cache=tmp_path, quiet=True),
+        worlds.routed([(facts[6:12], mask)], facts, least=0.0, cache=tmp_path, quiet=True),
+        worlds.routed([(facts[:6], value_mask(model, 0.2))], facts, least=0.0, cache=tmp_path, quiet=True),
+        worlds.routed([], facts, least=0.0, cache=tmp_path, quiet=True),
+    )
+    assert len({folder, *others}) == 5
+    with pytest.raises(RuntimeError, match="larger masks"):
+        worlds.routed([(facts[:6], mask)], facts, seed=2, cache=tmp_path, quiet=True)
+    with pytest.raises(ValueError, match="in one group"):
+        worlds.routed([(facts[:6], mask), (facts[5:9], mask)], facts, cache=tmp_path, quiet=True)
+    with pytest.raises(ValueError, match="does not fit"):
+        worlds.routed([(facts[:6], {"lm_head": torch.ones(3, dtype=bool)})], facts, cache=tmp_path, quiet=True)
+    assert len(list(tmp_path.iterdir())) == 5
+
+
 def test_a_training_that_fails_leaves_nothing(short, tmp_path):
     with pytest.raises(RuntimeError, match="of its 480 facts"):
         worlds.tiny(tmp_path, quiet=True)

@@ -107,9 +107,7 @@ def named(subject: str) -> re.Pattern[str]:
     return re.compile(rf"(?<!\w){re.escape(subject)}(?!\w)")
 
 
-def _corrupt(
-    tokenizer: Any, fact: Fact, clean: _Tokenized, partner: Fact, theirs: _Tokenized, sole: bool
-) -> list[int]:
+def _corrupt(tokenizer: Any, fact: Fact, clean: _Tokenized, partner: Fact, theirs: _Tokenized, sole: bool) -> list[int]:
     """The prompt of `fact` with the subject of `partner`, as tokens; [] when the two do not align.
 
     sole: the partner has one answer in this relation, so it answers any wording of it.
@@ -121,9 +119,7 @@ def _corrupt(
         return []
     other = _tokenize(tokenizer, replace(fact, subject=partner.subject, prompt=prompt))
     # A token that differs outside the subject ("a" and "an") would be patched along with it.
-    same = all(
-        inside or a == b for a, b, inside in zip(clean.prompt, other.prompt, clean.subject, strict=False)
-    )
+    same = all(inside or a == b for a, b, inside in zip(clean.prompt, other.prompt, clean.subject, strict=False))
     return other.prompt if same and other.subject == clean.subject and other.answer == clean.answer else []
 
 

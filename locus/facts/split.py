@@ -20,9 +20,7 @@ class Facts(tuple[Fact, ...]):
     name: str
     pool: tuple[Fact, ...]
 
-    def __new__(
-        cls, facts: Iterable[Fact] = (), *, name: str = "facts", pool: Iterable[Fact] = ()
-    ) -> "Facts":
+    def __new__(cls, facts: Iterable[Fact] = (), *, name: str = "facts", pool: Iterable[Fact] = ()) -> "Facts":
         self = super().__new__(cls, facts)
         self.name, self.pool = name, tuple(pool)
         return self
@@ -96,9 +94,7 @@ class Facts(tuple[Fact, ...]):
         taken = {fact.subject for part in (parts[0], retain) for fact in part}
         relations = {fact.relation for fact in main}
         if other is not None and (shared := relations & {fact.relation for fact in other}):
-            raise ValueError(
-                f"`other` must have other relations than the facts themselves, both have {sorted(shared)}"
-            )
+            raise ValueError(f"`other` must have other relations than the facts themselves, both have {sorted(shared)}")
         apart = [fact for fact in (*self, *(other or ())) if fact.relation not in relations]
         pool = self.pool or self
         named = other.name if other else self.name

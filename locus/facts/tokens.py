@@ -40,9 +40,7 @@ class Fact:
         for name in ("subject", "relation", "prompt", "answer"):
             text = getattr(self, name)
             if not text or text != text.strip():
-                raise ValueError(
-                    f"{name} {text!r} of a fact must not be empty, nor begin or end with a space"
-                )
+                raise ValueError(f"{name} {text!r} of a fact must not be empty, nor begin or end with a space")
 
 
 def encode(

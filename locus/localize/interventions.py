@@ -77,9 +77,7 @@ class Knockout:
         clean = activations(model, pairs.clean, pairs.attention_mask, components)
         replacement = {name: self._baseline(act, pairs.attention_mask) for name, act in clean.items()}
         label = f"knockout, {self.ablation}" if progress else None
-        return -intervene(
-            model, pairs, pairs.clean, components, replacement, metric, self.max_tokens, label
-        )
+        return -intervene(model, pairs, pairs.clean, components, replacement, metric, self.max_tokens, label)
 
     def _baseline(self, act: Tensor, mask: Tensor) -> Tensor:
         if self.ablation == "zero":
@@ -138,8 +136,9 @@ def intervene(
 
     def start(some: list[int]) -> hooks.Start:
         edits = {
-            name: _replace([components[c] for c in some], [name in hook_names(components[c]) for c in some],
-                           replacement[name], n)
+            name: _replace(
+                [components[c] for c in some], [name in hook_names(components[c]) for c in some], replacement[name], n
+            )
             for name in dict.fromkeys(name for c in some for name in hook_names(components[c]))
         }
         return hooks.Start(torch.arange(n).repeat(len(some)), edits=edits)
@@ -151,9 +150,7 @@ def intervene(
     return change
 
 
-def _replace(
-    components: list[Component], applies: list[bool], replacement: Tensor, n: int
-) -> hooks.Edit:
+def _replace(components: list[Component], applies: list[bool], replacement: Tensor, n: int) -> hooks.Edit:
     """An edit of the rows of several components, n rows each: each gets its own component's part replaced."""
 
     def edit(activation: Tensor) -> Tensor:

@@ -219,9 +219,7 @@ def _guarded(model: Any, mask: Any) -> list[_Guarded]:
             )
         mask = mask.materialize(model)
     if not isinstance(mask, Mapping):
-        raise ValueError(
-            f"guard got a mask of type {type(mask).__name__}; give a Mask, a ParameterMask or a dict"
-        )
+        raise ValueError(f"guard got a mask of type {type(mask).__name__}; give a Mask, a ParameterMask or a dict")
     if isinstance(model, nn.Module):
         parameters, split = _parameters(model), {}
     else:
@@ -266,9 +264,7 @@ def _checked(mask: Mapping, parameters: dict[str, nn.Parameter]) -> dict[int, Te
             shapes = f"{tuple(selected.shape)}, the model's {tuple(p.shape)}"
             raise ValueError(f"the mask of {name} has shape {shapes}; it was made for another model")
         if p.is_meta or type(p).__module__.startswith("torch.distributed"):
-            raise ValueError(
-                f"{name} is not wholly on one device; load the model on one (not meta or sharded)"
-            )
+            raise ValueError(f"{name} is not wholly on one device; load the model on one (not meta or sharded)")
         if p.dtype not in TRAINABLE or getattr(p, "quant_state", None) is not None:
             raise ValueError(
                 f"{name} is quantized ({type(p).__name__}, {p.dtype}): its entries share bytes and scales "

@@ -34,9 +34,7 @@ class AdamW:
     weight_decay: float = 0.0
 
     def build(self, values: Sequence[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            values, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
-        )
+        return torch.optim.AdamW(values, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
