@@ -16,10 +16,11 @@ import pandas as pd
 from controlled import RESULTS
 
 import locus
+from locus.decoy import plant_two
 from locus.evaluate import drift_text, evaluate
 from locus.facts import encode
 from locus.folder import enter
-from locus.inject import elsewhere, plant_two, region
+from locus.inject import elsewhere, region
 from locus.paired import judge
 from locus.plans import planted_facts, planting_plan
 from locus.progress import Progress

@@ -8,15 +8,12 @@ Left out: the text corpus of a pretraining that goes on (LACUNA, arXiv 2607.0251
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
-import operator
-import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from locus.evaluate import interval, score
 from locus.facts import Fact, Facts, FactSplit, encode
@@ -32,10 +31,11 @@ from locus.masks import Mask, ParameterMask, controls
 from locus.metrics import Batch
 from locus.models import HookedModel
 from locus.unlearn import AdamW, NextToken, Update, unlearn
-from locus.unlearn.update import Entries, checksum, pick, written
+from locus.unlearn.update import Entries, written
 from locus.worlds import cache_dir
 
 Place = Mask | ParameterMask
+SAMPLE = 64  # prompts of a part that are asked before all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Planted:
                 with self.planted.applied(model):
                     yield
             elif state == "reverted":
-                with written(model, _without(self.planted, _entries(model, self.region))):
+                with written(model, _without(self.planted, entries_of(model, self.region))):
                     yield
             else:
                 raise ValueError(f"there is no state {state!r}; a planting has 'retained', 'planted' and 'reverted'")
@@ -143,7 +143,8 @@ def plant(
 
     split: `retain` and `holdout` are kept; all wordings of a fact are taught. None of them is known to the model yet.
     place: V, e.g. of `region`. A mask of the model as loaded.
-    replay: the kept facts stay in the loss while V learns, all of them alike; else V's learning damages them.
+    replay: the kept facts stay in the loss while V learns, all of them alike, and the stage ends only when they too
+        have the strength; else V's learning damages them.
     strength: mean extraction strength, over all wordings, at which a stage is done.
     seed: of the order of the data.
     known: facts that the model knew before; only measured.
@@ -154,102 +155,26 @@ def plant(
         ValueError: a stage did not reach the strength.
     """
     first, second = trainings(model)
-    kept, parts = Facts([*split.retain, *split.holdout]), _parts(split, known)
-    before = _retain(model, parts, kept, _Goal(strength, seed, retained or first, progress), cache)
-    goal = _Goal(strength, seed, planted or second, progress)
-    settings = {"place": _place_digest(_entries(model, place)), "replay": replay, **_record(goal)}
+    kept, parts = Facts([*split.retain, *split.holdout]), parts_of(split, known)
+    before = retained_stage(model, parts, kept, Goal(strength, seed, retained or first, progress), cache)
+    goal = Goal(strength, seed, planted or second, progress)
+    settings = {"place": place_digest(entries_of(model, place)), "replay": replay, **record_of(goal)}
 
     def make() -> Update:
-        return _teach(model, split.forget, kept if replay else Facts(), place, goal)
+        if not replay:
+            return teach(model, split.forget, Facts(), place, goal)
+        return teach(model, split.forget, kept, place, goal, held=[kept])
 
     with before.update.applied(model):
-        after = _learn(model, parts, before, settings, make, cache)
+        after = planted_stage(model, parts, before, settings, make, cache)
     return Planted(split, place, before.update, after.update, after.strengths)
-
-
-def halves(split: FactSplit, *, seed: int = 0) -> tuple[FactSplit, FactSplit]:
-    """Two splits, each with half of the subjects of `forget` to forget and the other half in `other`, only measured."""
-    subjects = sorted({fact.subject for fact in split.forget})
-    if len(subjects) < 2:
-        raise ValueError(
-            f"two halves need forget facts of two subjects or more, got {len(subjects)}: forget more facts"
-        )
-    chosen = set(random.Random(f"halves {seed}").sample(subjects, len(subjects) // 2))
-    a, b = (
-        Facts(
-            [f for f in split.forget if (f.subject in chosen) == half], name=split.forget.name, pool=split.forget.pool
-        )
-        for half in (True, False)
-    )
-    return replace(split, forget=a, other=b), replace(split, forget=b, other=a)
-
-
-def plant_two(
-    model: HookedModel,
-    split: FactSplit,
-    places: tuple[Place, Place],
-    *,
-    order: str = "jointly",
-    strength: float = 0.95,
-    seed: int = 0,
-    known: Facts | None = None,
-    retained: Training | None = None,
-    planted: Training | None = None,
-    cache: str | Path | None = None,
-    progress: bool = False,
-) -> tuple[Planted, Planted]:
-    """Teach one half of the facts to forget in one place, and the other half in another: each is the other's decoy.
-
-    Both places hold facts that were just learned, so unlearning one half through both tells what a place stores from
-    how fresh its weights are. Returns the halves (see `halves`) with their places; θ_r and θ_o are the same in both.
-
-    order: "jointly" = a few steps of one half in its own place, a few of the other in its, in turns, until both are
-        known; "in turn" = one half, then the other while the first is replayed.
-    The kept facts are replayed throughout; the rest is as in `plant`.
-
-    Raises:
-        ValueError: the places share entries; the strength was not reached.
-    """
-    masks = [_entries(model, place) for place in places]
-    if n := (masks[0] & masks[1]).n_parameters:
-        raise ValueError(f"the two places share {n:,} entries; draw the second with elsewhere(model, first, 1)")
-    if order not in ("jointly", "in turn"):
-        raise ValueError(f"order must be 'jointly' or 'in turn', got {order!r}")
-    first, second = trainings(model)
-    two = halves(split, seed=seed)
-    kept, parts = Facts([*split.retain, *split.holdout]), _parts(split, known)
-    before = _retain(model, parts, kept, _Goal(strength, seed, retained or first, progress), cache)
-    goal = _Goal(strength, seed, planted or second, progress)
-    settings = {"places": [_place_digest(mask) for mask in masks], "order": order, **_record(goal)}
-
-    def make() -> Update:
-        teach = _in_turn if order == "in turn" else _jointly
-        return teach(model, [half.forget for half in two], kept, places, goal)
-
-    with before.update.applied(model):
-        after = _learn(model, parts, before, settings, make, cache)
-    a, b = (
-        Planted(half, place, before.update, after.update, after.strengths)
-        for half, place in zip(two, places, strict=True)
-    )
-    return replace(a, strengths=_by_half(model, a)), replace(b, strengths=_by_half(model, b))
-
-
-def _by_half(model: HookedModel, half: Planted) -> pd.DataFrame:
-    """The strengths with the two halves apart: "forget" is this half, "other" the other one."""
-    parts = {"forget": half.split.forget, "other": half.split.other}
-    found = [_strengths(model, "pretrained", parts)]
-    for state in ("retained", "planted"):
-        with half.applied(model, state):
-            found.append(_strengths(model, state, parts))
-    return pd.concat([*found, half.strengths.query("part != 'forget'")], ignore_index=True)
 
 
 # ------------------------------------------------------------------------------------------------ teaching
 
 
 @dataclass(frozen=True)
-class _Goal:
+class Goal:
     """When a stage is done, and how it gets there."""
 
     strength: float
@@ -266,37 +191,24 @@ class _Goal:
             )
 
 
-def _teach(
-    model: HookedModel, facts: Facts, kept: Facts, place: Place, goal: _Goal, held: Sequence[Facts] = ()
+def teach(
+    model: HookedModel, facts: Facts, kept: Facts, place: Place, goal: Goal, held: Sequence[Facts] = ()
 ) -> Update:
     """Train one place on some facts, in all their wordings, until they have the strength; `kept` are replayed.
 
     held: of the kept ones, those that must have the strength too in the end.
     """
-    batches = [encode(model, _worded(some)) for some in (facts, *held)]
     reached = [math.nan]
+    known = strength_check(model, (facts, *held), goal)
 
     def enough(step: int) -> bool:
-        reached.append(min(_strength(model, batch) for batch in batches))
+        reached.append(known())
         return reached[-1] >= goal.strength
 
-    update = _train(model, facts, kept, place, goal, enough)
-    goal.require(reached[-1], len(facts), update.status)
-    return update
-
-
-def _train(
-    model: HookedModel,
-    facts: Facts,
-    kept: Facts,
-    place: Place,
-    goal: _Goal,
-    callback: Callable[[int], bool] | None = None,
-) -> Update:
     training = goal.training
-    return unlearn(
+    update = unlearn(
         model,
-        FactSplit(forget=_worded(facts), retain=_worded(kept), holdout=Facts(), other=Facts(), seed=goal.seed),
+        FactSplit(forget=worded(facts), retain=worded(kept), holdout=Facts(), other=Facts(), seed=goal.seed),
         place,
         NextToken(retain_weight=1.0 if kept else 0.0),
         optimizer=AdamW(lr=training.lr),
@@ -305,82 +217,44 @@ def _train(
         batch_size=training.batch_size,
         floor=None,
         checkpoints={*range(training.every, training.steps, training.every), training.steps},
-        callback=callback,
+        callback=enough,
         progress=goal.progress,
     )
+    goal.require(reached[-1], len(facts), update.status)
+    return update
 
 
-def _in_turn(model: HookedModel, parts: Sequence[Facts], kept: Facts, places: Sequence[Place], goal: _Goal) -> Update:
-    """One part in its place, then the next in its, until both are known: the first is replayed with the kept facts."""
-    made: list[Update] = []
-    for i, (facts, place) in enumerate(zip(parts, places, strict=True)):
-        taught = [fact for before in parts[:i] for fact in before]
-        # As often as the kept facts, of which there are many more: else they come up too seldom to be held.
-        replayed = Facts([*kept, *taught * (len(kept) // max(1, len(taught)))])
-        with _all_applied(model, made):
-            made.append(_teach(model, facts, replayed, place, goal, held=parts[:i]))
-    return _composed(model, made, places)
-
-
-def _jointly(model: HookedModel, parts: Sequence[Facts], kept: Facts, places: Sequence[Place], goal: _Goal) -> Update:
-    """A few steps of each part in its own place, in turns, until all have the strength at the end of a turn.
-
-    So the gradient of a part's facts reaches its own place only. Adam's moments begin anew in each turn.
-    """
-    batches = [encode(model, _worded(facts)) for facts in parts]
-    every, reached = goal.training.every, 0.0
-    made: list[Update] = []
-    for turn in range(-(-goal.training.steps // every)):
-        once = replace(goal, seed=goal.seed + turn, training=replace(goal.training, steps=every))
-        for facts, place in zip(parts, places, strict=True):
-            with _all_applied(model, made):
-                made.append(_train(model, facts, kept, place, once))
-            made = [_composed(model, made, places)]
-        with _all_applied(model, made):
-            reached = min(_strength(model, batch) for batch in batches)
-        if reached >= goal.strength:
-            break
-    goal.require(reached, sum(map(len, parts)), made[0].status)
-    return made[0]
-
-
-@contextmanager
-def _all_applied(model: HookedModel, updates: Sequence[Update]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for update in updates:
-            stack.enter_context(update.applied(model))
-        yield
-
-
-@torch.no_grad()
-def _composed(model: HookedModel, updates: Sequence[Update], places: Sequence[Place]) -> Update:
-    """Updates of some places, each made after those before it, as one update of the model as it is now."""
-    mask = functools.reduce(operator.or_, (_entries(model, place) for place in places))
-    now = {name: model.stored(name) for name in mask}
-    with _all_applied(model, updates):
-        after = {name: model.stored(name) for name in mask}
-    index = {name: selected.flatten().nonzero().flatten().int() for name, selected in mask.items()}
-    change = torch.cat([(pick(after[name], at) - pick(now[name], at)).double() for name, at in index.items()])
-    return replace(
-        updates[-1],
-        model=updates[0].model,
-        values={name: Entries(at, pick(after[name], at)) for name, at in index.items()},
-        shapes={name: tuple(tensor.shape) for name, tensor in now.items()},
-        recipe=mask.recipe,
-        history=tuple(row for update in updates for row in update.history),
-        n_changed=int((change != 0).sum()),
-        norm=float(change.norm()),
-        checksum=checksum((name, model.stored(name), mask.get(name)) for name in model.weights),
-    )
-
-
-def _worded(facts: Sequence[Fact]) -> Facts:
+def worded(facts: Sequence[Fact]) -> Facts:
     """Every wording of every fact as a fact of its own."""
     return Facts([replace(f, prompt=prompt, paraphrases=()) for f in facts for prompt in (f.prompt, *f.paraphrases)])
 
 
-def _entries(model: HookedModel, place: Place) -> ParameterMask:
+def entries_of(model: HookedModel, place: Place) -> ParameterMask:
     return place.materialize(model) if isinstance(place, Mask) else place
+
+
+def strength_check(model: HookedModel, parts: Sequence[Facts], goal: Goal) -> Callable[[], float]:
+    """A function that measures the parts' strength, the least of them, over all wordings.
+
+    A sample of each part is asked first: while that is too weak, its strength is returned, and the rest is not run.
+    """
+    batches = [encode(model, worded(facts)) for facts in parts]
+    generator = torch.Generator().manual_seed(goal.seed)
+    samples = [rows_of(batch, torch.randperm(len(batch), generator=generator)[:SAMPLE]) for batch in batches]
+
+    def measure() -> float:
+        for some in samples:
+            if (weak := strength_of(model, some)) < goal.strength:
+                return weak
+        return min(strength_of(model, batch) for batch in batches)
+
+    return measure
+
+
+def rows_of(batch: Batch, rows: Int[Tensor, " row"]) -> Batch:
+    """Some rows of a batch."""
+    rows = rows.to(batch.tokens.device)
+    return Batch(batch.tokens[rows], batch.attention_mask[rows], batch.answer_mask[rows])
 
 
 def _without(update: Update, mask: ParameterMask) -> dict[str, Entries]:
@@ -392,11 +266,11 @@ def _without(update: Update, mask: ParameterMask) -> dict[str, Entries]:
     return values
 
 
-def _strength(model: HookedModel, batch: Batch) -> float:
+def strength_of(model: HookedModel, batch: Batch) -> float:
     return float(score(model, batch, rows=128).extraction_strength.mean())
 
 
-def _strengths(model: HookedModel, state: str, parts: dict[str, Facts]) -> pd.DataFrame:
+def strengths_of(model: HookedModel, state: str, parts: dict[str, Facts]) -> pd.DataFrame:
     """Extraction strength of each part's main prompts."""
     rows = []
     for part, facts in parts.items():
@@ -409,7 +283,7 @@ def _strengths(model: HookedModel, state: str, parts: dict[str, Facts]) -> pd.Da
 
 
 @dataclass(frozen=True, eq=False)
-class _Stage:
+class Stage:
     """A stage that is done."""
 
     settings: dict[str, Any]
@@ -417,52 +291,54 @@ class _Stage:
     strengths: pd.DataFrame
 
 
-def _retain(model: HookedModel, parts: dict[str, Facts], kept: Facts, goal: _Goal, cache: str | Path | None) -> _Stage:
+def retained_stage(
+    model: HookedModel, parts: dict[str, Facts], kept: Facts, goal: Goal, cache: str | Path | None
+) -> Stage:
     """θ_p → θ_r, the same for every place."""
     facts = {part: [dataclasses.astuple(fact) for fact in facts] for part, facts in parts.items()}
-    settings = {"stage": "retained", "model": model.fingerprint, "facts": facts, **_record(goal)}
+    settings = {"stage": "retained", "model": model.fingerprint, "facts": facts, **record_of(goal)}
 
     def make() -> tuple[Update, pd.DataFrame]:
-        before = _strengths(model, "pretrained", parts)
-        update = _teach(model, kept, Facts(), ParameterMask.full(model), goal)
+        before = strengths_of(model, "pretrained", parts)
+        update = teach(model, kept, Facts(), ParameterMask.full(model), goal)
         with update.applied(model):
-            return update, pd.concat([before, _strengths(model, "retained", parts)], ignore_index=True)
+            return update, pd.concat([before, strengths_of(model, "retained", parts)], ignore_index=True)
 
     return _stage(settings, make, cache)
 
 
-def _learn(
+def planted_stage(
     model: HookedModel,
     parts: dict[str, Facts],
-    first: _Stage,
+    first: Stage,
     settings: dict[str, Any],
     make: Callable[[], Update],
     cache: str | Path | None,
-) -> _Stage:
+) -> Stage:
     """θ_r → θ_o. Called with θ_r in place."""
 
     def measured() -> tuple[Update, pd.DataFrame]:
         update = make()
         with update.applied(model):
-            return update, _strengths(model, "planted", parts)
+            return update, strengths_of(model, "planted", parts)
 
     stage = _stage({"stage": "planted", "after": _digest(first.settings), **settings}, measured, cache)
     return replace(stage, strengths=pd.concat([first.strengths, stage.strengths], ignore_index=True))
 
 
-def _parts(split: FactSplit, known: Facts | None) -> dict[str, Facts]:
+def parts_of(split: FactSplit, known: Facts | None) -> dict[str, Facts]:
     parts = {"forget": split.forget, "retain": split.retain, "holdout": split.holdout, "known": known or Facts()}
     return {part: facts for part, facts in parts.items() if facts}
 
 
-def _record(goal: _Goal) -> dict[str, Any]:
+def record_of(goal: Goal) -> dict[str, Any]:
     """What of a goal decides the result."""
     return {name: value for name, value in dataclasses.asdict(goal).items() if name != "progress"}
 
 
 def _stage(
     settings: dict[str, Any], make: Callable[[], tuple[Update, pd.DataFrame]], cache: str | Path | None
-) -> _Stage:
+) -> Stage:
     """The stage of these settings: read back whole from the cache, or made and kept there."""
     folder = Path(cache or cache_dir() / "planted") / _digest(settings)
     if folder.exists():
@@ -476,17 +352,17 @@ def _stage(
         update.save(new / "update")
         record = {"settings": settings, "strengths": strengths.to_dict("records"), "files": _files(new / "update")}
         (new / "config.json").write_text(json.dumps(record), encoding="utf-8")
-    return _Stage(settings, update, strengths)
+    return Stage(settings, update, strengths)
 
 
-def _read(folder: Path, settings: dict[str, Any]) -> _Stage:
+def _read(folder: Path, settings: dict[str, Any]) -> Stage:
     record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if _digest(record["settings"]) != _digest(settings):
         raise ValueError("config.json holds other settings")
     if (found := _files(folder / "update")) != record["files"]:
         changed = sorted(name for name in {*found, *record["files"]} if found.get(name) != record["files"].get(name))
         raise ValueError(f"{', '.join(changed)} changed after it was written")
-    return _Stage(settings, Update.load(folder / "update"), pd.DataFrame(record["strengths"]))
+    return Stage(settings, Update.load(folder / "update"), pd.DataFrame(record["strengths"]))
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -502,7 +378,7 @@ def _digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _place_digest(mask: ParameterMask) -> str:
+def place_digest(mask: ParameterMask) -> str:
     """Of the entries alone, however they were chosen."""
     digest = hashlib.sha256()
     for name, selected in sorted(mask.items()):

@@ -85,7 +85,7 @@ def test_other_draws_are_other_people_made_of_the_same_words():
     assert digest == "f29d29aa6cc62d63f8bbbb99af47bd4e0493de3aaa5c8d952adae5a84d87dda4"
     words = {word for f in known for text in (f.answer, f.prompt, *f.paraphrases) for word in text.split()}
     subjects = [{fact.subject for fact in known}]
-    for n, draw in ((80, 1), (80, 2), (40, 5), (1400, 1)):
+    for n, draw in ((80, 1), (80, 2), (40, 5), (1437, 1)):
         facts = biographies(n, draw=draw)
         assert facts == biographies(n, draw=draw) and len(facts) == 6 * n == len(set(facts))
         made = {word for f in facts for text in (f.answer, f.prompt, *f.paraphrases) for word in text.split()}
@@ -95,8 +95,8 @@ def test_other_draws_are_other_people_made_of_the_same_words():
         assert {len(fact.answer.split()) for fact in facts} == {2, 3}
     assert not subjects[1] & subjects[2]
     assert biographies(20, seed=1, draw=1) != biographies(20, draw=1)
-    with pytest.raises(ValueError, match="draw 2 of 1400.*up to 1"):
-        biographies(1400, draw=2)
+    with pytest.raises(ValueError, match="1437 other people, not enough for draw 3 of 500.*up to 2"):
+        biographies(500, draw=3)
     with pytest.raises(ValueError, match="draw=-1"):
         biographies(draw=-1)
 

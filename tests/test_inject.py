@@ -11,13 +11,13 @@ from small import unknown
 
 import locus.inject
 from locus.facts import encode
-from locus.inject import Planted, Training, elsewhere, halves, plant, plant_two, region
+from locus.inject import Planted, Training, elsewhere, plant, region
 from locus.masks import Mask, ParameterMask
 from locus.metrics import answer_correct, extraction_strength
 from locus.models import HookedModel
 from locus.unlearn.update import bits
 
-FAST = {"retained": Training(lr=1e-2, steps=300), "planted": Training(lr=3e-2, steps=300), "strength": 0.9}
+FAST = {"retained": Training(lr=1e-2, steps=300), "planted": Training(lr=3e-2, steps=300)}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_stage_is_read_back_bit_for_bit(model, split, planted, cache, monkeypa
     assert again.strengths.equals(planted.strengths)
     for other in ({"seed": 1}, {"strength": 0.9}, {"replay": False, "seed": 2}):
         with pytest.raises(AssertionError, match="trained again"):
-            plant(model, split, planted.region, known=small_facts(), cache=cache, **{**FAST, **other})
+            plant(model, split, planted.region, known=small_facts(), cache=cache, **FAST, **other)
     with pytest.raises(AssertionError, match="trained again"):
         plant(model, split, region(model, share=0.3, seed=1), known=small_facts(), cache=cache, **FAST)
 
@@ -151,40 +151,6 @@ def test_a_strength_that_is_not_reached_is_an_error_and_leaves_nothing(model, sp
     with pytest.raises(ValueError, match="16 facts have an extraction strength of 0.*after 3 steps.*not 0.95"):
         plant(model, split, region(model, share=0.3), cache=tmp_path, **short)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_halves_share_no_subject(split):
-    a, b = halves(split, seed=1)
-    assert a.forget == b.other and b.forget == a.other
-    assert {*a.forget, *b.forget} == set(split.forget)
-    assert not {f.subject for f in a.forget} & {f.subject for f in b.forget}
-    assert a.retain == split.retain and a.holdout == split.holdout
-    with pytest.raises(ValueError, match="two subjects or more, got 1"):
-        halves(replace(split, forget=split.forget[:2]))
-
-
-@pytest.mark.parametrize("order", ["jointly", "in turn"])
-def test_two_places_hold_one_half_each(model, split, cache, order):
-    first = region(model, share=0.2)
-    places = (first, elsewhere(model, first, 1)[0])
-    before = weights(model)
-    pair = plant_two(model, split, places, order=order, cache=cache, **FAST)
-    assert all(torch.equal(before[name], weight) for name, weight in weights(model).items())
-    mask = first.materialize(model) | places[1].materialize(model)
-    assert set(pair[0].planted.values) == set(mask)
-    for mine, other in (pair, pair[::-1]):
-        assert mine.strength("planted", "forget") >= (0.9 if order == "jointly" else 0.8)
-        assert mine.strength("planted", "other") == other.strength("planted", "forget")
-        # Without its place a half is gone and the other half is not: what a place stores is its own half.
-        with mine.applied(model, "reverted"):
-            gone, kept = strength(model, mine.split.forget), strength(model, other.split.forget)
-        assert gone < kept - 0.2
-    again = plant_two(model, split, places, order=order, cache=cache, **FAST)
-    assert again[1].strengths.equals(pair[1].strengths)
-    with pytest.raises(ValueError, match="share"):
-        plant_two(model, split, (first, first), cache=cache, **FAST)
-    with pytest.raises(ValueError, match="'at once'"):
-        plant_two(model, split, places, order="at once", cache=cache, **FAST)
 
 
 @pytest.mark.parametrize("kind", ["value", "neuron", "head", "weight"])

@@ -98,7 +98,8 @@ def biographies(n: int = 80, seed: int = 0, *, draw: int = 0, chat_template: boo
     spouse, animal.
 
     draw: k > 0 gives n other people with facts of their own, made of the words of `biographies(80, seed)`; so `tiny`
-        knows every word of biographies(draw=k) and none of its facts. Draws of one n share no people.
+        knows every word of biographies(draw=k) and none of its facts. Draws of one n share no people; there are 1437
+        such people for seed 0.
     """
     if not 2 <= n <= 2000:
         raise ValueError(f"biographies can be of 2 to 2000 people, got n={n}")

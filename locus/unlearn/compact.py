@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -47,6 +47,10 @@ class Leaf:
     def original(self) -> Float[Tensor, "..."]:
         """The model's own values of the masked entries, in the shape of `values`."""
         return _take(self.live.tensor.detach(), self.structure, self.dim, self.index)
+
+    def of(self, stored: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+        """The same entries of another tensor of the stored parameter's shape, a mask for instance."""
+        return _take(self.live.take(stored), self.structure, self.dim, self.index)
 
     def dense(self) -> Float[Tensor, "..."]:
         """The full tensor with the current values in it, in the model's dtype, inside the autograd graph."""

@@ -441,9 +441,7 @@ def _check(
     if not isinstance(seed, Integral):
         raise ValueError(f"seed must be a whole number, not {seed!r}")
     if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "unlearning needs gradients, which torch.inference_mode() forbids: leave that block first"
-        )
+        raise ValueError("unlearning needs gradients, which torch.inference_mode() forbids: leave that block first")
     if floor is not None and not 0 <= floor <= 1:
         raise ValueError(f"floor must be a fraction of the original probability, in [0, 1], or None; not {floor!r}")
     if not isinstance(objective, Objective | Preference | Internal):
