@@ -1,6 +1,6 @@
 """The command line: the same functions as in Python, with defaults that finish in minutes.
 
-Imports of torch and the rest are inside the commands, so that `locus --help` answers at once.
+Imports of what only one command needs are inside it.
 """
 
 import os
@@ -29,7 +29,11 @@ The whole loop, with every control: locus compare
 
 On a real language model: locus fetch smollm2, then locus compare --model smollm2 --facts capitals
 
-One step at a time: locus sites tiny; locus localize tiny; locus unlearn tiny --out edit; locus report DIR
+One step at a time: locus sites tiny; locus localize tiny; locus unlearn tiny --out edit
+
+Planted knowledge, whose true location is known: locus study; locus inj
+
+The page of a finished study again: locus report runs/tiny-biographies
 """
 
 

@@ -37,7 +37,7 @@ def planting_plan(model: str, *, full: bool = False) -> Plan:
     if model == "tiny":
         plan = Plan(
             objectives=(WGA(), NPO()),
-            draws=3,
+            draws=2,
             seeds=tuple(range(5)),
             forget=24,
             batch_size=None,

@@ -352,7 +352,8 @@ def _edited(model: HookedModel, case: Case, plan: Plan, run: Run, text: DriftTex
 
     def checkpoint(step: int) -> None:
         curve.extend([step, name, value] for name, value in _strengths(model, case)[0].items())
-        if case.retained is not None and run.stage == "compare":
+        # Truth ratios take three times as long as strengths, so not at each checkpoint.
+        if case.retained is not None and run.stage == "compare" and plan.checkpoints.index(step) % 3 == 0:
             curve.append([step, "forget_quality", _forget_quality(model, case, plan)])
 
     whole = run.stage == "compare"
