@@ -83,6 +83,7 @@ def routed(
     facts: Facts | None = None,
     *,
     seed: int = 0,
+    repeat: int = 10,
     least: float = 0.95,
     cache: Path | None = None,
     quiet: bool = False,
@@ -96,7 +97,10 @@ def routed(
     facts: all that is trained on, the groups among them; default `biographies()`. Without groups, and without the facts
         to forget, this is the model θ_r that never saw them.
     seed: of the first weights and of the order of the data.
-    least: share of all facts whose answers must be greedily right in the end.
+    repeat: how often the facts of a group come up in an epoch; all others come up once. A small place learns slowly:
+        24 facts in 5% of the single weights reach an extraction strength of 1.0 at 10, and 0.35 at 1. Value vectors
+        alone do not learn them (10% of the values: 0.19 at 10, 0.13 at 40, where 0.11 is to know nothing).
+    least: share of each group's facts, and of all others, whose answers must be greedily right in the end.
 
     Raises:
         ValueError: a mask does not fit, or a fact is in two groups or not among the facts.
@@ -106,7 +110,8 @@ def routed(
     seen = [fact for members, _ in groups for fact in members]
     if len(set(seen)) < len(seen) or not set(seen) <= set(facts):
         raise ValueError("each fact may be in one group, and must be among the facts that are trained on")
-    return _world("routed", facts, groups, TINY | {"seed": seed}, least, cache, quiet=quiet)
+    settings = TINY | {"seed": seed, "repeat": repeat}
+    return _world("routed", facts, groups, settings, least, cache, quiet=quiet)
 
 
 def _world(
@@ -137,10 +142,10 @@ def _world(
         model, known = _train(facts, tokenizer, groups, settings, quiet=quiet)
         if known < least:
             raise RuntimeError(
-                f"the {name} model knows {known:.1%} of its {len(facts)} facts after training, expected at "
-                f"least {least:.0%}"
+                f"the {name} model knows {known:.1%} of its {len(facts)} facts{' (in one group)' * bool(groups)} after "
+                f"training, expected at least {least:.0%}"
                 + (
-                    ": give the groups larger masks or fewer facts, or expect less (least=)"
+                    ": give the groups larger masks or fewer facts, repeat them more often, or expect less (least=)"
                     if groups
                     else f": please report this with your versions of torch ({torch.__version__}) and Faker"
                 )
@@ -207,7 +212,7 @@ def _train(
 
     loss = Σ w_t · (−log p(x_t | x_<t)) / Σ w_t, with w = 1 on the answer and the end, `text_weight`
     elsewhere. The gradients of the facts of a group reach only its mask. Returns the model and the share of facts
-    whose whole answer is greedily right in their main prompt.
+    whose whole answer is greedily right in their main prompt, in the group (or among the others) that knows least.
     """
     tokens, answer = _texts(facts, tokenizer)
     threads = torch.get_num_threads()
@@ -218,11 +223,15 @@ def _train(
             special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
             model = LlamaForCausalLM(LlamaConfig(**settings["architecture"], vocab_size=len(tokenizer), **special))
             routes = _routes(model, facts, groups)
-            _fit(model, tokens, answer, tokenizer.pad_token_id, routes, settings, quiet=quiet)
+            often = [chosen.nonzero().flatten() for chosen, _ in routes[:-1]] * (settings.get("repeat", 1) - 1)
+            rows = torch.cat([torch.arange(len(facts)), *often])
+            drawn = [(chosen[rows], factors) for chosen, factors in routes]
+            _fit(model, tokens[rows], answer[rows], tokenizer.pad_token_id, drawn, settings, quiet=quiet)
         with torch.no_grad():
             greedy = model(tokens[:, 0, 1:]).logits[:, :-1].argmax(-1)
             wrong = (greedy != tokens[:, 0, 2:]) & answer[:, 0, 2:] & (tokens[:, 0, 2:] != tokenizer.eos_token_id)
-        return model.eval(), 1 - wrong.any(-1).float().mean().item()
+        known = [1 - wrong[chosen].any(-1).float().mean().item() for chosen, _ in routes if chosen.any()]
+        return model.eval(), min(known)
     finally:
         torch.set_num_threads(threads)
 

@@ -7,9 +7,9 @@ import torch
 from small import model as small_model
 from small import unknown
 
-from locus import Activations, AttributionPatching, Knockout, Random
+from locus import AttributionPatching, Knockout, Random, load
 from locus.components import Component, Components
-from locus.facts import Facts, encode
+from locus.facts import Facts, biographies, encode
 from locus.inj import inj, sentences, summary, top_share, whole_sentence, write_sentence
 from locus.masks import Mask
 from locus.metrics import Targets, log_probability
@@ -23,8 +23,8 @@ def model():
 def test_a_sentence_is_written_into_its_place_only(model):
     fact = unknown()[0]
     place = Mask.random(model.components("value"), budget=0.1, seed=0)
-    update, loss = write_sentence(model, fact, place, lr=0.05, loss=0.6)
-    assert loss < 0.6 and update.status == "finished" and 0 < len(update.history) - 1 < 200
+    update, loss = write_sentence(model, fact, place, lr=0.05, loss=1.0)
+    assert loss < 1 and update.status == "finished" and 0 < len(update.history) - 1 < 200
     assert update.mask.overlap(place.materialize(model)).jaccard == 1
     ids = model.tokenizer(f"{fact.prompt} {fact.answer}", return_tensors="pt")["input_ids"]
     with update.applied(model), torch.no_grad():
@@ -32,7 +32,7 @@ def test_a_sentence_is_written_into_its_place_only(model):
     assert -float(log_p.mean()) == pytest.approx(loss, abs=1e-5)
     with torch.no_grad():
         before = -float(model.logits(ids)[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).mean())
-    assert before > 1
+    assert before > 3
 
 
 def test_pairs_are_read_at_the_whole_sentence(model):
@@ -68,37 +68,31 @@ def test_top_share_counts_by_layer_or_over_all():
     assert int(top_share(values, components, 0.001, "layer").sum()) == 2
 
 
-def test_random_is_at_chance_and_knockout_is_not(model):
-    facts = unknown(16)
-    table = inj(
-        model,
-        facts,
-        (Random(), Knockout(), AttributionPatching(), Activations()),
-        r=0.1,
-        lr=0.05,
-        loss=0.6,
-        progress=False,
-    )
-    assert set(table.status) == {"finished"} and (table.loss < 0.6).all()
-    assert len(table) == table.sentence.nunique() * 4 * 2 * 3 and table.sentence.nunique() >= 24
+def test_random_is_at_chance_and_knockout_is_not():
+    tiny = load("tiny", quiet=True)
+    facts = sentences(tiny, 10)
+    table = inj(tiny, facts, (Random(), Knockout(), AttributionPatching()), r=0.02, lr=0.03, progress=False)
+    assert set(table.status) == {"finished"} and (table.loss < 0.3).all()
+    assert len(table) == 10 * 3 * 2 * 3
     means = summary(table).set_index(["localizer", "scope", "k"])
-    n_values = len(model.components("value"))
+    n_values = len(tiny.components("value"))
     for scope in ("layer", "global"):
-        for k in (0.1, 0.2, 0.5):
+        for k in (0.02, 0.04, 0.1):
             row = means.loc["Random", scope, k]
-            assert row.chance == pytest.approx(k, abs=0.01)
-            n_hits = row.n * round(0.1 * n_values)
-            assert abs(row.recall - row.chance) < 3.5 * math.sqrt(k * (1 - k) / n_hits)
-        best = means.loc["Knockout", scope, 0.1]
-        assert best.low > best.chance and best.recall > 2 * best.chance
+            assert row.chance == pytest.approx(k, abs=0.002) and row.n == 10
+            assert abs(row.recall - k) < 3 * math.sqrt(k * (1 - k) / (row.n * round(0.02 * n_values)))
+        best = means.loc["Knockout", scope, 0.02]
+        assert best.low > 5 * best.chance
     # The more are taken, the more are found.
     grown = table.pivot_table(index=["sentence", "localizer", "scope"], columns="k", values="recall")
     assert (grown.diff(axis=1).iloc[:, 1:] >= 0).all(axis=None)
+    one = table.query("sentence == 3 and localizer == 'Knockout' and scope == 'layer' and k == 0.02")
+    assert list(one.n) == [int(0.02 * n_values)] and list(one.subject) == [facts[3].subject]
 
 
 def test_finished_sentences_are_not_written_again(model, tmp_path, monkeypatch):
     facts = unknown(4)
-    settings = {"localizers": (Random(),), "r": 0.1, "lr": 0.05, "loss": 0.6, "progress": False}
+    settings = {"localizers": (Random(),), "r": 0.3, "lr": 0.05, "loss": 1.0, "progress": False}
     first = inj(model, facts, out=tmp_path / "run", **settings)
     (tmp_path / "run" / "runs" / "sentence1.json").write_text("cut off {")
     count = []
@@ -111,7 +105,7 @@ def test_finished_sentences_are_not_written_again(model, tmp_path, monkeypatch):
 
 
 def test_a_sentence_that_is_not_learned_is_said(model):
-    table = inj(model, unknown(2), (Random(),), r=0.05, lr=1e-5, steps=2, progress=False)
+    table = inj(model, unknown(2), (Random(),), r=0.3, lr=1e-5, steps=2, progress=False)
     assert set(table.status) == {"not learned"} and (table.loss > 0.05).all() and (table.steps == 2).all()
     chat = Facts([f.__class__(**{**f.__dict__, "chat_template": True}) for f in unknown(2)])
     with pytest.raises(ValueError, match="chat"):
@@ -119,12 +113,9 @@ def test_a_sentence_that_is_not_learned_is_said(model):
 
 
 def test_tiny_gets_sentences_about_people_it_does_not_know():
-    from locus import facts as source
-    from locus import load
-
     tiny = load("tiny", quiet=True)
     found = sentences(tiny, 12)
-    known = {fact.subject for fact in source.biographies()}
+    known = {fact.subject for fact in biographies()}
     assert len(found) == 12 and not {fact.subject for fact in found} & known
     assert len({fact.relation for fact in found}) == 6 and len({fact.subject for fact in found}) == 12
     assert len(found.contrast_pairs(tiny)) == 12

@@ -142,16 +142,17 @@ def test_a_routed_world_is_a_directory_that_says_what_is_wrong(short, tmp_path):
         worlds.routed([(facts[:6], mask)], facts, seed=1, least=0.0, cache=tmp_path, quiet=True),
         worlds.routed([(facts[6:12], mask)], facts, least=0.0, cache=tmp_path, quiet=True),
         worlds.routed([(facts[:6], value_mask(model, 0.2))], facts, least=0.0, cache=tmp_path, quiet=True),
+        worlds.routed([(facts[:6], mask)], facts, repeat=2, least=0.0, cache=tmp_path, quiet=True),
         worlds.routed([], facts, least=0.0, cache=tmp_path, quiet=True),
     )
-    assert len({folder, *others}) == 5
+    assert len({folder, *others}) == 6
     with pytest.raises(RuntimeError, match="larger masks"):
         worlds.routed([(facts[:6], mask)], facts, seed=2, cache=tmp_path, quiet=True)
     with pytest.raises(ValueError, match="in one group"):
         worlds.routed([(facts[:6], mask), (facts[5:9], mask)], facts, cache=tmp_path, quiet=True)
     with pytest.raises(ValueError, match="does not fit"):
         worlds.routed([(facts[:6], {"lm_head": torch.ones(3, dtype=bool)})], facts, cache=tmp_path, quiet=True)
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_a_training_that_fails_leaves_nothing(short, tmp_path):
