@@ -41,7 +41,7 @@ def planting_plan(model: str, *, full: bool = False) -> Plan:
             seeds=tuple(range(5)),
             forget=24,
             batch_size=None,
-            rates=(("masked", (1.4e-3, 2.8e-3, 5.6e-3)), ("kind", (2.5e-4, 5e-4, 1e-3)), ("all", (5e-5, 1e-4, 2e-4))),
+            rates=(("masked", (2.8e-3, 5.6e-3, 1.12e-2)), ("kind", (2.5e-4, 5e-4, 1e-3)), ("all", (5e-5, 1e-4, 2e-4))),
             planting=Planting(attacks=ATTACKS),
         )
         return replace(plan, seeds=tuple(range(20)), draws=5, steps=90, dense=60) if full else plan
