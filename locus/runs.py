@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 
-from locus.attacks import attack, recovery, worst
 from locus.evaluate import DriftText, Evaluation, Strength, aues, drift, evaluate, relative, score
 from locus.facts import Facts, FactSplit, encode
-from locus.inject import Planted, elsewhere, plant, region
+from locus.inject import Planted
 from locus.localize import ActivationPatching, Activations, AttributionPatching, localize
 from locus.masks import Mask, ParameterMask, controls
 from locus.metrics import Batch
@@ -21,7 +19,6 @@ from locus.models import HookedModel
 from locus.sequential import Looks
 from locus.unlearn import NPO, AdamW, Update, unlearn
 
-KNOWN = 60  # facts of the model's own on which planting is watched
 KINDS: tuple[Strength, ...] = ("extraction", "probability")
 
 # Arms of a study of planted knowledge; see `Planting`.
@@ -58,6 +55,8 @@ class Planting:
     def __post_init__(self) -> None:
         if unknown := {*self.arms, *self.attacked} - set(PLANTED_ARMS):
             raise ValueError(f"Unknown arms {sorted(unknown)}; those of a planting are {', '.join(PLANTED_ARMS)}.")
+        if self.kind == "weight" and {"top", "bottom"} & set(self.arms):
+            raise ValueError("No localizer scores single weights yet: leave top and bottom out of the arms.")
         if not {"oracle", "random"} <= set(self.arms):
             raise ValueError(f"A planting compares oracle with random, so it needs both arms; got {self.arms}.")
 
@@ -216,13 +215,11 @@ def arms(plan: Plan) -> list[tuple[str, str, int]]:
 
 
 def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, seed: int, *, draws: int) -> Case:
-    if plan.planting is not None:
-        return _prepare_planted(model, facts, other, plan, plan.planting, seed, draws=draws)
     # Without facts of other relations, one of several relations is left out of all losses to stand for them.
     relations = sorted({fact.relation for fact in facts})
     apart = relations[-1:] if other is None and len(relations) > 2 else ()
     split = facts.split(forget=plan.forget, seed=seed, other=other, other_relations=apart)
-    split = _smaller(split, plan, seed, ("retain", "holdout", "other"))
+    split = smaller(split, plan, seed, ("retain", "holdout", "other"))
     measured = encode(model, [*split.forget, *split.holdout])
     masks: dict[tuple[str, str, int], Mask | ParameterMask] = {}
     pairs = split.forget.contrast_pairs(model, seed=seed)
@@ -237,53 +234,7 @@ def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, s
     return Case(split, measured, evaluate(model, split, wrong=plan.wrong), masks)
 
 
-def _prepare_planted(
-    model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, planting: Planting, seed: int, *, draws: int
-) -> Case:
-    split = facts.split(forget=plan.forget, seed=seed)
-    # The model's own facts may be of the same relations: these are of other subjects, and only measured.
-    split = replace(split, other=other or Facts())
-    place = region(model, planting.kind, planting.share, seed=seed)
-    known = split.other[:KNOWN]
-    planted = plant(model, split, place, replay=planting.replay, strength=planting.strength, seed=seed, known=known)
-    split = _smaller(split, plan, seed, ("holdout", "other"))
-    with planted.applied(model, "retained"):
-        retained = evaluate(model, split, wrong=plan.wrong)
-    with planted.applied(model, "planted"):
-        original = evaluate(model, split, wrong=plan.wrong)
-        masks = _planted_masks(model, split, plan, planting, place, seed, draws)
-    measured = encode(model, [*split.forget, *split.holdout])
-    return Case(split, measured, original, masks, planted, retained)
-
-
-def _planted_masks(
-    model: HookedModel,
-    split: FactSplit,
-    plan: Plan,
-    planting: Planting,
-    place: Mask | ParameterMask,
-    seed: int,
-    draws: int,
-) -> dict[tuple[str, str, int], Mask | ParameterMask]:
-    masks: dict[tuple[str, str, int], Mask | ParameterMask] = {("", "oracle", 0): place}
-    for arm, match in (("random", "layer"), ("random-uniform", "uniform")):
-        if arm in planting.arms:
-            drawn = elsewhere(model, place, draws, match=match, seed=seed)
-            masks |= {("", arm, i): mask for i, mask in enumerate(drawn)}
-    whole = ParameterMask.full(model)
-    kind = whole if isinstance(place, ParameterMask) else Mask.full(place.components)
-    masks |= {("", "all", 0): whole, ("", "kind", 0): kind}
-    masks["", "complement", 0] = place.complement(model) if isinstance(place, ParameterMask) else ~place
-    if {"top", "bottom"} & set(planting.arms):
-        pairs = split.forget.contrast_pairs(model, seed=seed)
-        for name, method in named(plan.localizers).items():
-            scores = localize(model, pairs, method, components=planting.kind, progress=False)
-            masks[name, "top", 0] = Mask.top(scores, planting.share)
-            masks[name, "bottom", 0] = Mask.bottom(scores, planting.share)
-    return masks
-
-
-def _smaller(split: FactSplit, plan: Plan, seed: int, parts: Sequence[str]) -> FactSplit:
+def smaller(split: FactSplit, plan: Plan, seed: int, parts: Sequence[str]) -> FactSplit:
     """At most `plan.part` facts in each of these parts, drawn by the seed."""
     rng = np.random.default_rng(seed)
     fewer: dict[str, Any] = {part: _some(getattr(split, part), plan.part, rng) for part in parts}
@@ -318,8 +269,6 @@ def named(methods: Sequence[Any]) -> dict[str, Any]:
 
 def execute(model: HookedModel, case: Case, plan: Plan, run: Run, text: DriftText) -> dict[str, Any]:
     """Do one run and return {"rows": [[step, metric, value], …], "status": …, …}; step = -1 for the whole run."""
-    if run.stage == "attack":
-        return _attacked(model, case, plan, run)
     if run.arm in STATES:
         return _state(model, case, plan, run.arm)
     if run.stage == "scan":
@@ -405,78 +354,6 @@ def _state(model: HookedModel, case: Case, plan: Plan, arm: str) -> dict[str, An
     if arm == "revert" and case.planted is not None:
         rows += [["update_norm", case.planted.planted.norm], ["distance_to_retained", 0.0]]
     return {"status": "finished", "rows": curve + [[-1, name, float(value)] for name, value in rows]}
-
-
-def _attacked(model: HookedModel, case: Case, plan: Plan, run: Run) -> dict[str, Any]:
-    """Attack θ_r, θ_o, or an update where it is after `run.step` steps: the same run once more, ended there."""
-    assert plan.planting is not None and case.planted is not None
-    attacks, found = plan.planting.attacks, []
-
-    def attacked(step: int) -> bool:
-        if step == run.step:
-            found.append(attack(model, case.split, attacks=attacks, seed=run.seed))
-        return step == run.step
-
-    if run.arm in STATES:
-        with case.planted.applied(model, "retained" if run.arm == "retain" else "planted"):
-            attacked(run.step)
-    else:
-        with case.start(model):
-            update_of(model, case, plan, run, attacked)
-    return {"status": "finished", "attacks": found[0].astype(object).where(found[0].notna(), None).to_dict("records")}
-
-
-def attacked(results: Sequence[tuple[Run, dict[str, Any]]], plan: Plan) -> list[Run]:
-    """The attacks on the updates of one seed: two points of each, by what `results` say of its checkpoints.
-
-    matched: the first checkpoint that forgets as much as every attacked arm of the objective can. best: the one that
-    forgets most with 95% of the retain strength left.
-    """
-    assert plan.planting is not None
-    todo: list[Run] = []
-    for objective in named(plan.objectives):
-        curves = {
-            run: steps(result["rows"], plan.strength)
-            for run, result in results
-            if run.objective == objective and run.arm in plan.planting.attacked and run.draw == 0
-        }
-        reached = min((max(f for _, f in curve.values()) for curve in curves.values()), default=0.0)
-        for run, curve in curves.items():
-            enough = [step for step, (_, f) in curve.items() if f >= reached]
-            kept = [(f, -step) for step, (r, f) in curve.items() if r >= 0.95 * curve[0][0]]
-            todo += [replace(run, stage="attack", point="matched", step=enough[0])]
-            todo += [replace(run, stage="attack", point="best", step=-max(kept)[1])]
-    return todo
-
-
-def recoveries(found: Sequence[tuple[Run, list[dict[str, Any]]]], plan: Plan) -> list[list[tuple[str, str, float]]]:
-    """(metric, attack, value) of each attacked run of a seed; found[0] is θ_r and found[1] θ_o.
-
-    attacked_POINT: strength of the tested half where the attack is strongest, over its rates and steps; recovery_POINT:
-    see `attacks.recovery`; attack "any" is the strongest of all.
-    """
-    metric = {"extraction": "extraction_strength", "probability": "probability"}[plan.strength]
-    strongest, unattacked = [], {}
-    for run, rows in found:
-        frame = pd.DataFrame(rows)
-        frame = frame[frame.metric == metric]
-        if run.arm == "none":
-            before = frame[(frame.part == "tested") & (frame.step == 0)]
-            unattacked = dict(zip(before.attack, before.value, strict=True))
-            unattacked["any"] = max(unattacked.values())
-        best = worst(frame)
-        strongest.append({**dict(zip(best.attack, best.value, strict=True)), "any": float(best.value.max())})
-    lines = []
-    for (run, _), values in zip(found, strongest, strict=True):
-        point = f"_{run.point}" if run.point else ""
-        of_run = [(f"attacked{point}", name, value) for name, value in values.items()]
-        if run.point:
-            of_run += [
-                (f"recovery{point}", name, recovery(value, strongest[0][name], unattacked[name]))
-                for name, value in values.items()
-            ]
-        lines.append(of_run)
-    return lines
 
 
 def _distance_to_retained(model: HookedModel, planted: Planted, update: Update) -> float:

@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from locus import runs
+from locus import controlled, runs
 from locus.evaluate import DriftText, aues, drift_text
 from locus.facts import Facts
 from locus.folder import Folder, enter, write
@@ -173,14 +173,14 @@ class _Study:
         """What attacks bring back, of the chosen arms at two points each, and of θ_r and θ_o."""
         self.bar.stage(f"seed {seed}: attacks")
         todo = [Run("attack", seed, "", "retain"), Run("attack", seed, "", "none")]
-        todo += runs.attacked(results, self.plan)
+        todo += controlled.attacks_of(results, self.plan)
         self.bar.extend(len(todo))
         self._fill(todo)
         found = [(run, self._result(run)["attacks"]) for run in todo]
         heads = [_head(self.model.name, self.facts.name, self.plan, run) for run, _ in found]
         rows = [
             (*head, -1, metric, value, "finished", attack)
-            for head, of_run in zip(heads, runs.recoveries(found, self.plan), strict=True)
+            for head, of_run in zip(heads, controlled.recoveries(found, self.plan), strict=True)
             for metric, attack, value in of_run
         ]
         return pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
@@ -267,6 +267,8 @@ class _Study:
 
     def _result(self, run: Run) -> dict[str, Any]:
         def execute(case: Case) -> dict[str, Any]:
+            if run.stage == "attack":
+                return controlled.execute(self.model, case, self.plan, run)
             return runs.execute(self.model, case, self.plan, run, self._drift_text())
 
         return self._kept(run.file, run.seed, execute, str(run))
@@ -342,7 +344,8 @@ class _Study:
         if seed not in self._cases:
             draws = 1 if seed == self.plan.tuning_seed else self.plan.draws
             # One seed at a time: the masks of a large model are large.
-            self._cases = {seed: runs.prepare(self.model, self.facts, self.other, self.plan, seed, draws=draws)}
+            prepare = controlled.prepare if self.plan.planting else runs.prepare
+            self._cases = {seed: prepare(self.model, self.facts, self.other, self.plan, seed, draws=draws)}
         return self._cases[seed]
 
 

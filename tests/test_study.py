@@ -350,9 +350,14 @@ def test_plan_refuses_what_cannot_be():
         {"seeds": (1000,)},
         {"rates": (("masked", (1e-3,)),)},
         {"looks": Looks((3, 5)), "seeds": (0, 1, 2)},
+        {"draws": 0},
+        {"budget": 1.5},
     ):
         with pytest.raises(ValueError):
             Plan(**wrong)
+    for wrong in ({"arms": ("oracle",)}, {"arms": ("oracle", "random", "elsewhere")}, {"kind": "weight"}):
+        with pytest.raises(ValueError):
+            Planting(**wrong)
     assert Plan(steps=10, dense=3, every=4).checkpoints == [0, 1, 2, 3, 7, 10]
     assert Plan(steps=2, dense=5).checkpoints == [0, 1, 2]
     assert Run("compare", 3, "NPO", "random", "Activations()", 2, 1e-3).file == (
