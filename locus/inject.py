@@ -56,7 +56,7 @@ def trainings(model: HookedModel) -> tuple[Training, Training]:
     """What works for the two stages, by the model's width: rates fall with it."""
     if model.cfg.d_model < 512:
         return Training(lr=1e-3, steps=400), Training(lr=5e-3, steps=400, batch_size=48)
-    return Training(lr=1e-4, steps=400, batch_size=32), Training(lr=3e-3, steps=400, batch_size=32)
+    return Training(lr=3e-4, steps=400, batch_size=32), Training(lr=3e-3, steps=400, batch_size=32)
 
 
 @dataclass(frozen=True, eq=False)
