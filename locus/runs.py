@@ -361,7 +361,8 @@ def _distance_to_retained(model: HookedModel, planted: Planted, update: Update) 
 
     `update_norm` is the distance to θ_o.
     """
-    names = {*planted.planted.values, *update.values}
+    # Not a set: its order, and so the last bits of the sum, would differ from process to process.
+    names = dict.fromkeys((*planted.planted.values, *update.values))
     with planted.applied(model, "retained"):
         retained = {name: model.stored(name) for name in names}
     with planted.applied(model, "planted"), update.applied(model):
