@@ -32,7 +32,7 @@ from locus.masks import ParameterMask
 from locus.metrics import Targets, log_probability
 from locus.models import HookedModel
 from locus.unlearn import AdamW, NextToken, Update, unlearn
-from locus.unlearn.engine import _schedule
+from locus.unlearn.engine import schedule as schedule_of
 from locus.unlearn.update import Status, checksum
 
 COLUMNS = "attack lr step part metric n value low high status seed".split()
@@ -351,7 +351,7 @@ def _train_adapters(
     batch = encode(model, facts)
     read, targets = batch.reads()
     size = min(one.batch_size or len(facts), len(facts))
-    schedule = _schedule(len(facts), size, one.steps, torch.Generator().manual_seed(seed))
+    schedule = schedule_of(len(facts), size, one.steps, torch.Generator().manual_seed(seed))
     optimizer = AdamW(lr=one.lr).build(trained)
     checkpoints = _checkpoints(one)
     start = [p.detach().clone() for p in trained]

@@ -29,7 +29,6 @@ from locus.inject import (
     planted_stage,
     record_of,
     retained_stage,
-    rows_of,
     strength_check,
     strengths_of,
     teach,
@@ -180,7 +179,7 @@ def _backward(
     generator: torch.Generator,
 ) -> float:
     """Add the gradients of the mean loss of some prompts where the route lets them pass. Returns the loss, in nats."""
-    some = rows_of(batch, torch.randperm(len(batch), generator=generator)[:size])
+    some = batch[torch.randperm(len(batch), generator=generator)[:size]]
     read, targets = some.reads()
     with torch.enable_grad(), model.frozen(), edited(found), hooks.read_only(model, read):
         loss = -log_probability(model.logits(some.tokens, some.attention_mask), targets).mean()

@@ -178,10 +178,12 @@ class Evaluation:
             )
         ours, theirs = (e.values("forget", "truth_ratio") for e in (self, retained))
         ours, theirs = ours[~ours.isnan()], theirs[~theirs.isnan()]
-        if not len(ours) or not len(theirs):
+        if not len(theirs):
             raise ValueError(
                 "Forget quality needs truth ratios, and no forget fact has another answer of its relation."
             )
+        if not len(ours):  # the model's numbers are not finite
+            return math.nan
         return float(stats.ks_2samp(ours.numpy(), theirs.numpy()).pvalue)
 
     def rows(self) -> pd.DataFrame:

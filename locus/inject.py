@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from locus.evaluate import interval, score
 from locus.facts import Fact, Facts, FactSplit, encode
@@ -90,7 +88,10 @@ class Planted:
 
     @contextmanager
     def applied(self, model: HookedModel, state: str = "planted") -> Iterator[None]:
-        """Within the block the model is θ_r, θ_o, or θ_o with the region set back to θ_r ("reverted")."""
+        """Within the block the model is θ_p, θ_r, θ_o, or θ_o with the region set back to θ_r ("reverted")."""
+        if state == "pretrained":
+            yield
+            return
         with self.retained.applied(model):
             if state == "retained":
                 yield
@@ -101,7 +102,9 @@ class Planted:
                 with written(model, _without(self.planted, entries_of(model, self.region))):
                     yield
             else:
-                raise ValueError(f"there is no state {state!r}; a planting has 'retained', 'planted' and 'reverted'")
+                raise ValueError(
+                    f"there is no state {state!r}; a planting has 'pretrained', 'retained', 'planted' and 'reverted'"
+                )
 
 
 def region(model: HookedModel, kind: str = "value", share: float = 0.1, *, seed: int = 0) -> Place:
@@ -240,7 +243,7 @@ def strength_check(model: HookedModel, parts: Sequence[Facts], goal: Goal) -> Ca
     """
     batches = [encode(model, worded(facts)) for facts in parts]
     generator = torch.Generator().manual_seed(goal.seed)
-    samples = [rows_of(batch, torch.randperm(len(batch), generator=generator)[:SAMPLE]) for batch in batches]
+    samples = [batch[torch.randperm(len(batch), generator=generator)[:SAMPLE]] for batch in batches]
 
     def measure() -> float:
         for some in samples:
@@ -249,12 +252,6 @@ def strength_check(model: HookedModel, parts: Sequence[Facts], goal: Goal) -> Ca
         return min(strength_of(model, batch) for batch in batches)
 
     return measure
-
-
-def rows_of(batch: Batch, rows: Int[Tensor, " row"]) -> Batch:
-    """Some rows of a batch."""
-    rows = rows.to(batch.tokens.device)
-    return Batch(batch.tokens[rows], batch.attention_mask[rows], batch.answer_mask[rows])
 
 
 def _without(update: Update, mask: ParameterMask) -> dict[str, Entries]:
@@ -350,7 +347,7 @@ def _stage(
     update, strengths = make()
     with new_directory(folder) as new:
         update.save(new / "update")
-        record = {"settings": settings, "strengths": strengths.to_dict("records"), "files": _files(new / "update")}
+        record = {"settings": settings, "strengths": strengths.to_dict("records")}
         (new / "config.json").write_text(json.dumps(record), encoding="utf-8")
     return Stage(settings, update, strengths)
 
@@ -359,19 +356,7 @@ def _read(folder: Path, settings: dict[str, Any]) -> Stage:
     record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if _digest(record["settings"]) != _digest(settings):
         raise ValueError("config.json holds other settings")
-    if (found := _files(folder / "update")) != record["files"]:
-        changed = sorted(name for name in {*found, *record["files"]} if found.get(name) != record["files"].get(name))
-        raise ValueError(f"{', '.join(changed)} changed after it was written")
     return Stage(settings, Update.load(folder / "update"), pd.DataFrame(record["strengths"]))
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """The checksum of every file."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        with open(path, "rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
 
 
 def _digest(settings: dict[str, Any]) -> str:

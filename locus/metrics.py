@@ -32,7 +32,8 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, rows: slice) -> "Batch":
+    def __getitem__(self, rows: slice | Int[Tensor, " row"]) -> "Batch":
+        rows = rows.to(self.tokens.device) if isinstance(rows, Tensor) else rows
         return Batch(self.tokens[rows], self.attention_mask[rows], self.answer_mask[rows])
 
     def reads(self) -> tuple[Int[Tensor, "fact read"], Targets]:

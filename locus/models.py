@@ -168,7 +168,7 @@ class HookedModel:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """No parameter asks for a gradient inside; what asked before asks again afterwards."""
-        wanted = [p for p in self.bridge.original_model.parameters() if p.requires_grad]
+        wanted = [p for p in self.bridge.parameters() if p.requires_grad]
         for p in wanted:
             p.requires_grad_(False)
         try:

@@ -1,6 +1,7 @@
 """One run of a study: what is edited, on which facts, at which rate, and what came of it."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -130,7 +131,6 @@ class Plan:
                 raise ValueError(f"A study needs at least one of its {field}; got none.")
         if len(set(self.seeds)) < len(self.seeds) or self.tuning_seed in self.seeds:
             raise ValueError(f"Seeds must differ, also from tuning_seed={self.tuning_seed}; got {self.seeds}.")
-
         if self.looks and self.looks.cap != len(self.seeds):
             raise ValueError(f"Looks up to {self.looks.cap} seeds need as many seeds; got {len(self.seeds)}.")
 
@@ -340,15 +340,13 @@ def update_of(model: HookedModel, case: Case, plan: Plan, run: Run, checkpoint: 
 
 def _state(model: HookedModel, case: Case, plan: Plan, arm: str) -> dict[str, Any]:
     """A state without an update: what unlearning begins with is the floor, θ_r the ceiling of an ideal unlearning."""
-    with case.start(model):
-        curve = [[0, name, value] for name, value in _strengths(model, case)[0].items()]
+    curve: list[list[Any]] = []
+    if arm == "revert":  # an edit, which begins where unlearning begins; the other states are a single point
+        with case.start(model):
+            curve += [[0, name, value] for name, value in _strengths(model, case)[0].items()]
     state = {"retain": "retained", "revert": "retained", "pretrained": "pretrained"}.get(arm, "planted")
-    with case.planted.applied(model, state) if case.planted and state != "pretrained" else nullcontext():
-        if state != "planted":
-            # A curve of an edit begins where unlearning begins; a state of its own is a single point.
-            step = 1 if arm == "revert" else 0
-            found = [[step, name, value] for name, value in _strengths(model, case)[0].items()]
-            curve = curve + found if step else found
+    with case.planted.applied(model, state) if case.planted else nullcontext():
+        curve += [[int(arm == "revert"), name, value] for name, value in _strengths(model, case)[0].items()]
         whole = evaluate(model, case.split, reference=case.original, wrong=plan.wrong)
         rows = [*_areas(curve, plan), *_final(whole, case)]
     if arm == "revert" and case.planted is not None:
@@ -419,7 +417,8 @@ def _areas(curve: list[list[Any]], plan: Plan) -> list[list[Any]]:
     quality = {step: value for step, name, value in curve if name == "forget_quality"}
     if quality:
         retained = {step: value for step, name, value in curve if name == f"retain_{plan.strength}"}
-        rows += [["mu95", max(math.log10(q) for step, q in quality.items() if retained[step] >= 0.95 * main[0][0])]]
+        kept = [q for step, q in quality.items() if retained[step] >= 0.95 * main[0][0]]
+        rows += [["mu95", math.log10(max(*kept, sys.float_info.min))]]  # a p-value can be too small for a float
     return rows
 
 

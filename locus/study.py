@@ -119,7 +119,7 @@ class _Study:
         self.arms = [arm for arm in runs.arms(plan) if arm[1] not in runs.STATES]
         self.states = ["none"]
         if plan.planting:
-            self.states += ["retain", "pretrained", *(arm for arm in plan.planting.arms if arm in runs.STATES)]
+            self.states += ["retain", *(arm for arm in plan.planting.arms if arm in runs.STATES)]
         self._cases: dict[int, Case] = {}
         self._text: DriftText | None = None
 
@@ -164,7 +164,7 @@ class _Study:
             return
         self.bar.stage("planting")
         self.bar.extend(len(seeds))
-        todo = [Run("plant", seed, "", "pretrained") for seed in seeds]
+        todo = [_pretrained(seed) for seed in seeds]
         self._fill(todo)
         for run in todo:
             self._result(run)
@@ -193,6 +193,8 @@ class _Study:
                 run = Run("compare", seed, objective, arm, localizer, draw)
                 todo.append(replace(run, rate=rates[objective][run.type]))
         self._fill(todo)
+        if self.plan.planting:
+            todo.append(_pretrained(seed))  # measured when its knowledge was planted
         return [(run, self._result(run)) for run in todo]
 
     def _tuned_on(self, kind: str) -> list[tuple[str, str, int]]:
@@ -347,6 +349,11 @@ class _Study:
             prepare = controlled.prepare if self.plan.planting else runs.prepare
             self._cases = {seed: prepare(self.model, self.facts, self.other, self.plan, seed, draws=draws)}
         return self._cases[seed]
+
+
+def _pretrained(seed: int) -> Run:
+    """θ_p, and the run in which a seed's knowledge is planted."""
+    return Run("plant", seed, "", "pretrained")
 
 
 def _jobs(wanted: int | None, model: HookedModel, plan: Plan) -> int:

@@ -12,7 +12,7 @@ from locus.masks import Mask, ParameterMask
 from locus.models import wrap
 from locus.unlearn import NPO, SGD, WGA, AdamW, GradientDifference, NextToken, guard, unlearn
 from locus.unlearn.compact import leaves, lowest_layer
-from locus.unlearn.engine import _schedule
+from locus.unlearn.engine import schedule
 from locus.unlearn.objectives import kl
 
 
@@ -204,10 +204,10 @@ def test_accumulation_is_the_mean_of_its_batches(split):
 
 
 def test_batches_cover_the_facts_before_any_comes_again():
-    batches = _schedule(10, 4, 5, torch.Generator().manual_seed(0))
+    batches = schedule(10, 4, 5, torch.Generator().manual_seed(0))
     assert [len(b) for b in batches] == [4] * 5
     assert sorted(torch.cat(batches)[:10].tolist()) == list(range(10)) == sorted(torch.cat(batches)[10:].tolist())
-    assert [b.tolist() for b in _schedule(3, 4, 2, torch.Generator())] == [[0, 1, 2]] * 2
+    assert [b.tolist() for b in schedule(3, 4, 2, torch.Generator())] == [[0, 1, 2]] * 2
 
 
 def test_equal_seeds_give_equal_bits_and_others_do_not(split):

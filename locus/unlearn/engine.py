@@ -101,10 +101,10 @@ def unlearn(
     state, before = model.state, _outside(model, parameter_mask)
     generator = torch.Generator().manual_seed(seed)
     size = int(min(batch_size or len(split.forget), len(split.forget)))
-    forget = _schedule(len(split.forget), size, steps * accumulate, generator)
+    forget = schedule(len(split.forget), size, steps * accumulate, generator)
     n_retain = len(split.retain) if objective.retain_weight or floor is not None else 0
-    retain = _schedule(n_retain, size, steps * accumulate, generator)
-    with torch.enable_grad(), _frozen(model):
+    retain = schedule(n_retain, size, steps * accumulate, generator)
+    with torch.enable_grad(), model.frozen():
         prompts = _prompts(model, split, objective, forget, retain, lowest_layer(model, found))
         run = _Run(objective, found, prompts, forget, retain, accumulate, floor)
         with tqdm(total=steps, unit="step", disable=not progress) as bar:
@@ -365,28 +365,13 @@ def _other_answers(model: Any, objective: Preference, split: Any, used: list[int
     return facts
 
 
-def _schedule(n: int, size: int, n_batches: int, generator: torch.Generator) -> list[Tensor]:
+def schedule(n: int, size: int, n_batches: int, generator: torch.Generator) -> list[Tensor]:
     """Batches of `size` of n facts in random order, none again before all have been seen; all if n ≤ size."""
     if n <= size:
         return [torch.arange(n)] * n_batches
     rounds = -(-size * n_batches // n)
     order = torch.cat([torch.randperm(n, generator=generator) for _ in range(rounds)])
     return list(order[: size * n_batches].split(size))
-
-
-class _frozen:
-    """No parameter asks for a gradient inside; what asked before asks again afterwards."""
-
-    def __init__(self, model: Any) -> None:
-        self.parameters = [p for p in model.bridge.parameters() if p.requires_grad]
-
-    def __enter__(self) -> None:
-        for p in self.parameters:
-            p.requires_grad_(False)
-
-    def __exit__(self, *_: Any) -> None:
-        for p in self.parameters:
-            p.requires_grad_(True)
 
 
 def _outside(model: Any, mask: ParameterMask) -> str:

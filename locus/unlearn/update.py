@@ -113,8 +113,9 @@ class Update:
             tensors[f"index:{name}"], tensors[f"value:{name}"] = entries.index, entries.value
         with new_directory(directory) as temporary:
             save_file(tensors, temporary / "values.safetensors")
-            record["sha256"] = _file_digest(temporary / "values.safetensors")
-            (temporary / "update.json").write_text(json.dumps(record, indent=1, default=repr) + "\n")
+            record = json.loads(json.dumps(record, default=repr))
+            record["sha256"] = _digest(record, temporary / "values.safetensors")
+            (temporary / "update.json").write_text(json.dumps(record, indent=1) + "\n")
         return directory
 
     @classmethod
@@ -127,8 +128,8 @@ class Update:
         directory = Path(directory)
         try:
             record = json.loads((directory / "update.json").read_text())
-            if _file_digest(directory / "values.safetensors") != record.pop("sha256"):
-                raise ValueError("values.safetensors is not what was saved")
+            if record.pop("sha256") != _digest(record, directory / "values.safetensors"):
+                raise ValueError("it is not what was saved")
             tensors = load_file(directory / "values.safetensors")
             values = {n: Entries(tensors[f"index:{n}"], tensors[f"value:{n}"]) for n in record["shapes"]}
             record["shapes"] = {name: tuple(shape) for name, shape in record["shapes"].items()}
@@ -210,9 +211,12 @@ def checksum(parameters: Iterable[tuple[str, Tensor, Bool[Tensor, "..."] | None]
     return digest.hexdigest()
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(record: dict, values: Path) -> str:
+    """Of all that an update is read back from."""
+    with values.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(json.dumps(record, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def _settings(value: Any) -> Any:
