@@ -136,7 +136,8 @@ class _Study:
         results: list[tuple[Run, dict[str, Any]]] = []
         for before, n in zip((0, *looks), looks, strict=False):
             seeds = plan.seeds[before:n]
-            self.bar.extend(len(seeds) * (len(self.objectives) * len(self.arms) + len(self.states)))
+            states = len(self.states) + (plan.planting is not None)
+            self.bar.extend(len(seeds) * (len(self.objectives) * len(self.arms) + states))
             self._plant(seeds if before else ())
             results += [result for seed in seeds for result in self._compare(seed, rates)]
             tables = [_table(self.model.name, self.facts.name, plan, results)]
