@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from locus.evaluate import limits
 from locus.verdict import Verdict
 
 ARMS = {
@@ -181,7 +182,9 @@ def areas(table: pd.DataFrame) -> Iterator[Figure]:
         own = own.assign(shown=own.arm.map(ARMS).fillna(own.arm))
         own["row"] = np.where(own.localizer == "", own.shown, own.localizer + ": " + own.shown)
         seeds = own.groupby(["row", "shown", "arm", "seed"], sort=False).value.mean().reset_index()
-        found = [(*key, *summary(some.value)) for key, some in seeds.groupby(["row", "shown"], sort=False)]
+        found = [
+            (*key, *summary(some.value, limits("aues"))) for key, some in seeds.groupby(["row", "shown"], sort=False)
+        ]
         means = pd.DataFrame(found, columns=["row", "shown", "n", "mean", "low", "high"])
         n = seeds.seed.nunique()
         yield Figure(
@@ -389,14 +392,14 @@ def layer_maps(scan: pd.DataFrame) -> list[Figure]:
     return figures
 
 
-def summary(values: pd.Series) -> tuple[int, float, float, float]:
-    """n, mean and the 95% interval of Student's t; NaN values are left out."""
+def summary(values: pd.Series, within: tuple[float, float] = (-math.inf, math.inf)) -> tuple[int, float, float, float]:
+    """n, mean and the 95% interval of Student's t, cut to what the numbers can be; NaN values are left out."""
     x = values.to_numpy(float)
     x = x[np.isfinite(x)]
     if len(x) < 2:
         return len(x), float(x[0]) if len(x) else math.nan, math.nan, math.nan
     half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x))
-    return len(x), float(x.mean()), float(x.mean() - half), float(x.mean() + half)
+    return len(x), float(x.mean()), max(float(x.mean() - half), within[0]), min(float(x.mean() + half), within[1])
 
 
 def interval(low: float, high: float, shape: str = ".3f") -> str:

@@ -66,6 +66,16 @@ DIRECTION: dict[str, str] = {
     "learning_rate": "",
 }
 
+# Numbers that cannot leave a range, whatever an interval of their mean says.
+_UNBOUNDED = ("truth_ratio", "relative_probability", "drift", "norm", "n_parameters", "n_changed", "distance", "rate")
+
+
+def limits(metric: str) -> tuple[float, float]:
+    """The range that a number of a study lies in."""
+    if metric not in DIRECTION or metric == "mu95" or metric.startswith("recovery"):
+        return -math.inf, math.inf
+    return 0.0, math.inf if any(part in metric for part in _UNBOUNDED) else 1.0
+
 
 # ------------------------------------------------------------------------------------------------ one answer
 

@@ -189,6 +189,8 @@ class HookedModel:
         from transformers import AutoModelForCausalLM
 
         directory = Path(directory)
+        if directory.is_file():
+            raise ValueError(f"{directory} is a file; choose a new directory for the model")
         if directory.exists() and any(directory.iterdir()):
             raise ValueError(f"{directory} is not empty; choose a new directory for the model")
         stored = {name: self.stored(name) for name in self.weights}

@@ -32,7 +32,7 @@ from locus.charts import (
     unattacked,
     whole_runs,
 )
-from locus.evaluate import DIRECTION
+from locus.evaluate import DIRECTION, limits
 from locus.folder import write
 from locus.sequential import Looks
 from locus.verdict import Verdict, contrasts, localization_effect, primary_arm, verdict
@@ -198,17 +198,18 @@ def _strengths(whole: pd.DataFrame) -> dict[str, Any]:
     """How well θ_p, θ_r and θ_o know each part of the facts, and what planting cost: θ_r − θ_o of the same seed."""
     rows = whole[whole.arm.isin(STAGES) & whole.metric.isin(STRENGTHS)]
     wide = rows.pivot_table(index="seed", columns=["arm", "metric"], values="value")
-    stages = [(name, wide[arm]) for arm, name in STAGES.items() if arm in wide]
+    stages = [(name, wide[arm], (0.0, 1.0)) for arm, name in STAGES.items() if arm in wide]
     if not stages:
         return {}
     if {"retain", "none"} <= set(rows.arm):
-        stages.append(("θ_r − θ_o", wide["retain"] - wide["none"]))
+        stages.append(("θ_r − θ_o", wide["retain"] - wide["none"], (-1.0, 1.0)))
     metrics = [m for m in STRENGTHS if m in set(rows.metric)]
     return {
         "heads": [m.removesuffix("_extraction_strength") for m in metrics],
         "n": len(wide),
         "rows": [
-            (name, [_cell(summary(found[m])) if m in found else ("–", "") for m in metrics]) for name, found in stages
+            (name, [_cell(summary(found[m], within)) if m in found else ("–", "") for m in metrics])
+            for name, found, within in stages
         ],
     }
 
@@ -228,7 +229,8 @@ def _results(whole: pd.DataFrame, metrics: list[str], *, by: str | None = None) 
     rows = rows.assign(more=rows[by] if by else "")
     key = ["objective", "localizer", "arm", "more"]
     seeds = rows.groupby([*key, "seed", "metric"], sort=False).value.mean().reset_index()
-    cells = seeds.groupby([*key, "metric"], sort=False).value.agg(summary).to_dict()
+    found = seeds.groupby([*key, "metric"], sort=False).value
+    cells = {where: summary(values, limits(str(where[-1]))) for where, values in found}
     draws = rows.groupby(key, sort=False).draw.nunique().to_dict()
     lines = []
     for objective, localizer, arm, extra in sorted(draws, key=lambda k: (k[0], k[3], k[1], place(k[2]))):

@@ -92,6 +92,8 @@ def verdict(
     min_draws = (1 if arm == "oracle" else 5) if min_draws is None else min_draws
     better = _direction(metric, better)
     pairs, setting = _pairs(table, metric, arm, control)
+    if np.isinf(pairs[["arm_value", "control_value"]].astype(float)).to_numpy().any():
+        raise ValueError(f"verdict got infinite values of {metric}; make them NaN, which counts as no pair.")
     found, differences = [], []
     for key, group in pairs.groupby(setting, sort=False, dropna=False):
         paired = group.dropna(subset=["arm_value", "control_value"])

@@ -3,10 +3,12 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from small import facts, model
 
+from locus.charts import summary
 from locus.evaluate import (
     DIRECTION,
     METRICS,
@@ -17,6 +19,7 @@ from locus.evaluate import (
     drift_text,
     evaluate,
     interval,
+    limits,
     relative,
     score,
 )
@@ -82,6 +85,13 @@ def test_unscored_is_nan_and_never_zero():
     assert all(math.isnan(x) for x in e.interval("forget", "probability"))
 
 
+def test_intervals_of_bounded_numbers_stay_inside():
+    values = pd.Series([0.95, 1.0, 1.0])
+    assert summary(values)[3] > 1 and summary(values, limits("aues"))[3] == 1
+    assert limits("drift") == (0, math.inf) and limits("forget_truth_ratio") == (0, math.inf)
+    assert limits("retain_exact") == limits("forget_strength") == (0, 1) and limits("recovery_best")[0] == -math.inf
+
+
 def test_a_broken_model_has_forgotten_nothing(split):
     m = model()
     name = next(iter(m.weights))
@@ -93,6 +103,7 @@ def test_a_broken_model_has_forgotten_nothing(split):
         m.write(name, kept)
     assert all(values.isnan().all() for values in e.per_fact.values())
     assert math.isnan(e.forget_strength()) and e.n("forget", "exact") == 0
+    assert math.isnan(e.forget_quality(evaluate(m, split)))  # a study goes on with it
 
 
 def test_relative_probability_is_to_the_original(split):

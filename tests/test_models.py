@@ -206,3 +206,10 @@ def test_unsupported_models_are_refused():
     xlnet = hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=97, d_model=16, n_layer=1, n_head=2, d_inner=16))
     with pytest.raises(ValueError, match="XLNetLMHeadModel"):
         wrap(xlnet.eval(), tokenizer(), "xlnet")
+
+
+def test_a_file_in_the_way_is_refused(llama, tmp_path):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(ValueError, match="is a file"):
+        llama.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"

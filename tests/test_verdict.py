@@ -294,3 +294,10 @@ def test_localization_effect_of_little():
     assert empty.n == 0 and "Too few" in empty.sentence
     with pytest.raises(ValueError, match="no column effect"):
         localization_effect(frame.drop(columns="effect"))
+
+
+def test_infinite_values_are_refused():
+    broken = table({("A", "NPO"): standard(0.0, 0.1, 5)})
+    broken.loc[broken.index[broken.metric == "aues"][0], "value"] = np.inf
+    with pytest.raises(ValueError, match="infinite values of aues"):
+        verdict(broken)

@@ -72,6 +72,14 @@ def encode(
         starts.append(len(before))
     if not rows:
         raise ValueError("there are no facts to encode: give at least one")
+    cfg = getattr(model, "cfg", None)
+    longest = max(range(len(rows)), key=lambda i: len(rows[i]))
+    # Learned positions end somewhere; computed ones do not.
+    if cfg is not None and cfg.positional_embedding_type == "standard" and len(rows[longest]) > cfg.n_ctx:
+        raise ValueError(
+            f"{prompts[longest]!r:.80} and its answer have {len(rows[longest])} tokens, and the model has "
+            f"{cfg.n_ctx} positions: shorten it"
+        )
     tokens, attention_mask, first = pad(rows, pad_id(model.tokenizer), padding)
     answer_mask = (torch.arange(tokens.shape[1]) >= (first + torch.tensor(starts))[:, None]) & attention_mask
     return Batch(*(tensor.to(model.device) for tensor in (tokens, attention_mask, answer_mask)))
