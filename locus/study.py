@@ -128,17 +128,17 @@ class _Study:
         scanned = () if plan.planting else plan.seeds[: plan.scan_seeds]
         layers = _layers(self.model.cfg.n_layers, plan.scan_layers)
         tuning = sum(len(grid) * len(self._tuned_on(kind)) for kind, grid in plan.rates)
-        self.bar.extend(len(self.objectives) * tuning + len(scanned) * (len(layers) + 1))
         looks = plan.looks.at if plan.looks else (len(plan.seeds),)
-        self._plant((plan.tuning_seed, *plan.seeds[: looks[0]]))
+        self.bar.extend(len(self.objectives) * tuning + len(scanned) * (len(layers) + 1))
+        self.bar.extend(self._runs_a_seed() * looks[0])
+        planted = self._plant((plan.tuning_seed, *plan.seeds[: looks[0]]))
         self.bar.stage("tuning learning rates")
         rates = {objective: self._tune(objective) for objective in self.objectives}
-        results: list[tuple[Run, dict[str, Any]]] = []
+        results = [(run, result) for run, result in planted if run.seed != plan.tuning_seed]
         for before, n in zip((0, *looks), looks, strict=False):
             seeds = plan.seeds[before:n]
-            states = len(self.states) + (plan.planting is not None)
-            self.bar.extend(len(seeds) * (len(self.objectives) * len(self.arms) + states))
-            self._plant(seeds if before else ())
+            self.bar.extend(self._runs_a_seed() * len(seeds) if before else 0)
+            results += self._plant(seeds) if before else []
             results += [result for seed in seeds for result in self._compare(seed, rates)]
             tables = [_table(self.model.name, self.facts.name, plan, results)]
             if plan.looks and verdict(tables[0], bound=plan.bound, looks=plan.looks).status != "go on":
@@ -156,26 +156,36 @@ class _Study:
         self.folder.note(self.record)
         return table
 
+    def _runs_a_seed(self) -> int:
+        """Runs and attacks of one seed, its planting apart."""
+        runs_of_seed = len(self.states) + len(self.objectives) * len(self.arms)
+        if self.plan.planting is None:
+            return runs_of_seed
+        attacked = [draw for _, arm, draw in self.arms if arm in self.plan.planting.attacked and draw == 0]
+        attacks = 2 + 2 * len(self.objectives) * len(attacked) if self.plan.planting.attacks else 0
+        return runs_of_seed + attacks
+
     def _keep(self, name: str, table: pd.DataFrame) -> None:
         write(self.folder.path / f"{name}.parquet", lambda path: table.to_parquet(path, index=False))
 
-    def _plant(self, seeds: Sequence[int]) -> None:
-        """Plant the knowledge of some seeds, several at a time; `prepare` finds it in the cache afterwards."""
-        if not self.plan.planting or not seeds:
-            return
+    def _plant(self, seeds: Sequence[int]) -> list[tuple[Run, dict[str, Any]]]:
+        """Plant the knowledge of some seeds, several at a time; `prepare` finds it in the cache afterwards.
+
+        Returns how θ_p does on the facts of each seed.
+        """
+        if not self.plan.planting:
+            return []
         self.bar.stage("planting")
         self.bar.extend(len(seeds))
-        todo = [_pretrained(seed) for seed in seeds]
+        todo = [Run("plant", seed, "", "pretrained") for seed in seeds]
         self._fill(todo)
-        for run in todo:
-            self._result(run)
+        return [(run, self._result(run)) for run in todo]
 
     def _attack(self, seed: int, results: list[tuple[Run, dict[str, Any]]]) -> pd.DataFrame:
         """What attacks bring back, of the chosen arms at two points each, and of θ_r and θ_o."""
         self.bar.stage(f"seed {seed}: attacks")
         todo = [Run("attack", seed, "", "retain"), Run("attack", seed, "", "none")]
         todo += controlled.attacks_of(results, self.plan)
-        self.bar.extend(len(todo))
         self._fill(todo)
         found = [(run, self._result(run)["attacks"]) for run in todo]
         heads = [_head(self.model.name, self.facts.name, self.plan, run) for run, _ in found]
@@ -194,8 +204,6 @@ class _Study:
                 run = Run("compare", seed, objective, arm, localizer, draw)
                 todo.append(replace(run, rate=rates[objective][run.type]))
         self._fill(todo)
-        if self.plan.planting:
-            todo.append(_pretrained(seed))  # measured when its knowledge was planted
         return [(run, self._result(run)) for run in todo]
 
     def _tuned_on(self, kind: str) -> list[tuple[str, str, int]]:
@@ -350,11 +358,6 @@ class _Study:
             prepare = controlled.prepare if self.plan.planting else runs.prepare
             self._cases = {seed: prepare(self.model, self.facts, self.other, self.plan, seed, draws=draws)}
         return self._cases[seed]
-
-
-def _pretrained(seed: int) -> Run:
-    """θ_p, and the run in which a seed's knowledge is planted."""
-    return Run("plant", seed, "", "pretrained")
 
 
 def _jobs(wanted: int | None, model: HookedModel, plan: Plan) -> int:

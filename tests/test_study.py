@@ -373,3 +373,25 @@ def test_progress_is_plain_lines_when_nobody_watches(capsys):
     bar.close()
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "seed 0" and "1 of 3 runs, top" in lines[1] and "left" in lines[1] and "\r" not in "".join(lines)
+
+
+def test_all_runs_are_counted_before_the_first_and_none_twice(controlled, tmp_path, monkeypatch):
+    """The time left is that of the whole study: nothing is added on the way but what tuning adds."""
+    out, _ = controlled
+    monkeypatch.setenv("LOCUS_CACHE", str(out / "cache"))
+    bars = []
+
+    class Counted(Progress):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            bars.append(self)
+
+        def stage(self, name):
+            if name == "tuning learning rates":
+                self.expected = self._total
+            super().stage(name)
+
+    monkeypatch.setattr(study, "Progress", Counted)
+    for make, plan in ((run, replace(PLAN, extend=0)), (planted, PLANTED)):
+        make(tmp_path / make.__name__, replace(plan, seeds=(0,)))
+        assert bars[-1]._done == bars[-1]._total == bars[-1].expected
