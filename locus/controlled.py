@@ -95,7 +95,7 @@ def attacks_of(results: Sequence[tuple[Run, dict[str, Any]]], plan: Plan) -> lis
     forgets most with 95% of the retain strength left.
     """
     todo: list[Run] = []
-    for objective in named(plan.objectives):
+    for objective in list(named(plan.objectives))[: _planting(plan).attacked_objectives]:
         curves = {
             run: steps(result["rows"], plan.strength)
             for run, result in results

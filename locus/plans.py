@@ -57,9 +57,8 @@ def planting_plan(model: str, *, full: bool = False) -> Plan:
         dense=8,
         every=3,
         batch_size=None,
-        rates=(("masked", (5e-4, 1e-3)), ("kind", (5e-5, 1e-4)), ("all", (5e-6, 1e-5))),
-        threads=2,
-        planting=Planting(arms=("oracle", "random", "all", "revert"), attacks=attacks),
+        rates=(("masked", (1e-3, 2e-3)), ("kind", (5e-5, 1e-4)), ("all", (1.5e-5, 3e-5))),
+        planting=Planting(arms=("oracle", "random", "all", "revert"), attacks=attacks, attacked_objectives=1),
     )
     return replace(real, seeds=tuple(range(5)), draws=3, steps=40, dense=20) if full else real
 

@@ -43,6 +43,7 @@ class Planting:
         each localizer, as large as V; revert = V set back to θ_r, with no training: the ceiling.
     attacked: arms whose first draw is attacked with each of `attacks`, where they reach what all of them can forget
         (matched) and where they forget most with 95% of the retain strength left (best); θ_r and θ_o are attacked too.
+    attacked_objectives: the updates of so many of the plan's objectives are attacked, the first ones; None = of all.
     """
 
     kind: str = "value"
@@ -52,6 +53,7 @@ class Planting:
     arms: tuple[str, ...] = ("oracle", "random", "all", "top", "revert")
     attacks: tuple[Any, ...] = ()
     attacked: tuple[str, ...] = ("oracle", "random")
+    attacked_objectives: int | None = None
 
     def __post_init__(self) -> None:
         if unknown := {*self.arms, *self.attacked} - set(PLANTED_ARMS):

@@ -162,7 +162,8 @@ class _Study:
         if self.plan.planting is None:
             return runs_of_seed
         attacked = [draw for _, arm, draw in self.arms if arm in self.plan.planting.attacked and draw == 0]
-        attacks = 2 + 2 * len(self.objectives) * len(attacked) if self.plan.planting.attacks else 0
+        objectives = self.objectives[: self.plan.planting.attacked_objectives]
+        attacks = 2 + 2 * len(objectives) * len(attacked) if self.plan.planting.attacks else 0
         return runs_of_seed + attacks
 
     def _keep(self, name: str, table: pd.DataFrame) -> None:
