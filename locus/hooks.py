@@ -82,6 +82,22 @@ def linear_edit(module: nn.Module, edit: Callable[[Tensor, Tensor], Tensor]) -> 
 
 
 @contextmanager
+def inputs(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Float[Tensor, "... d_in"]]]:
+    """Within the block, fills a dictionary with the first argument of each module's latest call."""
+    found: dict[nn.Module, Tensor] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found[module] = args[0]
+
+    handles = [module.register_forward_pre_hook(keep) for module in dict.fromkeys(modules)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def read_only(model: Any, read: Int[Tensor, "batch read"]) -> Iterator[None]:
     """Within the block, the model's logits are those at the positions `read` of each row, and no others."""
     # After the final norm, not before: GPT-2 gives its output the shape of its input there.

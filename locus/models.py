@@ -166,16 +166,17 @@ class HookedModel:
         return tensor
 
     @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """No parameter asks for a gradient inside; what asked before asks again afterwards."""
-        wanted = [p for p in self.bridge.parameters() if p.requires_grad]
-        for p in wanted:
-            p.requires_grad_(False)
+    def frozen(self, but: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+        """Only the parameters of `but` ask for a gradient inside; what asked before asks again afterwards."""
+        free = {id(p) for p in but}
+        before = [(p, p.requires_grad) for p in self.bridge.parameters()]
         try:
+            for p, _ in before:
+                p.requires_grad_(id(p) in free)
             yield
         finally:
-            for p in wanted:
-                p.requires_grad_(True)
+            for p, asked in before:
+                p.requires_grad_(asked)
 
     def save_pretrained(self, directory: str | os.PathLike) -> Path:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads with equal logits.

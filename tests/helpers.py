@@ -94,6 +94,7 @@ def localizers() -> dict[str, Any]:
     """Every localizer, under the property tests of test_localize.py."""
     import locus as lo
 
+    kept = lo.facts.Facts([lo.facts.Fact(f"w{i}", "relation", f"w{i} w51", f"w{i + 20} w61") for i in range(3)])
     return {
         "patching": lo.ActivationPatching(),
         "patching, noising": lo.ActivationPatching(direction="noising"),
@@ -105,6 +106,17 @@ def localizers() -> dict[str, Any]:
         "activations": lo.Activations(),
         "activations, abs_mean": lo.Activations("abs_mean"),
         "random": lo.Random(),
+        "slimming": lo.Slimming(steps=10),
+        "hard concrete": lo.HardConcrete(steps=10),
+        "saliency": lo.GradientSaliency(),
+        "saliency, pooled": lo.GradientSaliency(pooled=True),
+        "snip": lo.SNIP(),
+        "snip, signed": lo.SNIP(signed=True),
+        "fisher": lo.Fisher(),
+        "wagle": lo.WAGLE(retain=kept),
+        "memflex": lo.MemFlex(retain=kept, copies=2),
+        "magnitude": lo.Magnitude(),
+        "wanda": lo.Wanda(),
     }
 
 

@@ -14,19 +14,42 @@ from torch import Tensor
 from locus.components import Components
 from locus.localize.attribution import AttributionPatching
 from locus.localize.interventions import ActivationPatching, Knockout
+from locus.localize.learned import HardConcrete, Slimming
 from locus.localize.statistics import Activations, Random
+from locus.localize.weights import (
+    SNIP,
+    WAGLE,
+    Fisher,
+    GradientSaliency,
+    Magnitude,
+    MemFlex,
+    Wanda,
+    given,
+    localize_weights,
+)
 from locus.metrics import Targets, logit_difference
 from locus.scores import Scores
 
 __all__ = [
     "METHODS",
+    "SNIP",
+    "WAGLE",
     "ActivationPatching",
     "Activations",
     "AttributionPatching",
+    "Fisher",
+    "GradientSaliency",
+    "HardConcrete",
     "Knockout",
+    "Magnitude",
+    "MemFlex",
     "Method",
     "Random",
+    "Slimming",
+    "Wanda",
+    "given",
     "localize",
+    "localize_weights",
 ]
 
 
@@ -41,7 +64,22 @@ class Method(Protocol):
     ) -> Float[Tensor, "fact component"]: ...
 
 
-METHODS: tuple[type, ...] = (ActivationPatching, AttributionPatching, Knockout, Activations, Random)
+METHODS: tuple[type, ...] = (
+    ActivationPatching,
+    AttributionPatching,
+    Knockout,
+    Activations,
+    Random,
+    Slimming,
+    HardConcrete,
+    GradientSaliency,
+    SNIP,
+    Fisher,
+    WAGLE,
+    MemFlex,
+    Magnitude,
+    Wanda,
+)
 
 
 def localize(
