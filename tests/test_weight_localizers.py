@@ -1,5 +1,6 @@
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from test_localize import metric_of, some
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from locus import hooks
+from locus import controlled, hooks
 from locus.components import Components, owned, slices, totals
 from locus.entries import ParameterMask, matrices
 from locus.facts import Fact, Facts, FactSplit, encode
+from locus.inject import region
 from locus.localize import (
     SNIP,
     WAGLE,
@@ -31,6 +33,7 @@ from locus.localize import (
 )
 from locus.localize.weights import Texts, clean_texts, fact_texts, gradient, random_labels
 from locus.metrics import log_probability, logit_difference
+from locus.runs import Plan, Planting
 from locus.unlearn import NPO, AdamW, unlearn
 
 KEPT = Facts([Fact(f"w{i}", "relation", f"w{i} w51", f"w{i + 20} w6{i}") for i in range(5)])
@@ -332,6 +335,26 @@ def test_the_retain_facts_come_from_the_split_unless_given():
     assert given(WAGLE(), split) == WAGLE(split.retain)
     assert given(MemFlex(KEPT), split) == MemFlex(KEPT)
     assert given(Fisher(), split) == Fisher()
+
+
+def test_a_study_locates_single_weights_and_says_what_cannot():
+    split = split_of_small()
+    planting = Planting(kind="weight", share=0.02, arms=("oracle", "random", "top", "bottom"))
+    plan = Plan(localizers=(WAGLE(), SNIP()), planting=planting)
+    place = region(small_model(), "weight", 0.02)
+    masks = controlled._masks(small_model(), split, plan, planting, place, 0, 1)
+    for name, method in (("WAGLE", WAGLE(split.retain)), ("SNIP", SNIP())):
+        expected = localize_weights(small_model(), split, method, budget=0.02)
+        assert masks[name, "top", 0].overlap(expected).jaccard == 1
+        assert masks[name, "top", 0].n_parameters == masks[name, "bottom", 0].n_parameters == place.n_parameters
+        assert (masks[name, "top", 0] & masks[name, "bottom", 0]).n_parameters == 0
+    components = controlled._masks(
+        small_model(), split, plan, Planting(share=0.1), region(small_model(), share=0.1), 0, 1
+    )
+    assert components["WAGLE", "top", 0].n_parameters == components["", "oracle", 0].n_parameters
+    coarse = replace(plan, localizers=(SNIP(), AttributionPatching()))
+    with pytest.raises(ValueError, match="AttributionPatching scores no single weights"):
+        controlled.prepare(small_model(), small_facts(), None, coarse, 0, draws=1)
 
 
 def test_texts_of_pairs_are_the_clean_side():
