@@ -303,7 +303,7 @@ def test_the_mean_over_facts_is_not_the_pooled_form():
 
 
 def test_top_breaks_ties_in_order_and_takes_exactly_the_budget():
-    scores = {"a": torch.tensor([1.0, 3.0, 3.0, 3.0]), "b": torch.tensor([3.0, 0.0, 5.0, 0.0, 0.0, 0.0])}
+    scores = {"a": torch.tensor([1.0, 3.0, 3.0, 3.0]), "b": torch.tensor([3.0, 0.0, 5.0, 3.0, 3.0, 0.0])}
     mask = ParameterMask.top(scores, 0.5)  # 2 of a and 3 of b
     assert mask["a"].tolist() == [False, True, True, True]
     assert mask["b"].tolist() == [True, False, True, False, False, False]
