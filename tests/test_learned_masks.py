@@ -9,24 +9,45 @@ from test_localize import metric_of, some
 
 from locus import HardConcrete, Knockout, Random, Slimming, hooks, load
 from locus.inj import inj, sentences, summary
-from locus.localize.learned import masked_metric
+from locus.localize.learned import masked_metric, places
 from locus.metrics import log_probability, logit_difference
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_a_mask_of_ones_is_the_clean_run_and_a_zero_is_a_knockout(any_model, padding):
-    pairs = contrast_pairs(padding=padding)
+def test_a_mask_of_ones_is_the_clean_run_and_a_zero_is_a_knockout(any_model):
+    equals_knockout(any_model, contrast_pairs(padding="left"))
+
+
+@pytest.mark.parametrize("padding", [None, "right"])
+def test_a_zero_is_a_knockout_however_padded(llama, padding):
+    equals_knockout(llama, contrast_pairs(padding=padding))
+
+
+def test_kinds_that_act_in_one_place_are_multiplied(llama):
+    """A factor on a neuron and one on its value vector: the activation has both."""
+    pairs, neurons = contrast_pairs(), llama.components("neuron")
+    both = neurons + llama.components("value")
+    mask = torch.rand(3, len(both), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        found = masked_metric(llama, pairs, places(both), mask, log_probability)
+        product = mask[:, : len(neurons)] * mask[:, len(neurons) :]
+        expected = masked_metric(llama, pairs, places(neurons), product, log_probability)
+    assert (found - expected).abs().max() < 1e-9
+
+
+def equals_knockout(any_model, pairs):
     clean = metric_of(any_model, pairs.clean, pairs)
     for kind in kinds(any_model):
         components = some(any_model.components(kind))
         ones = torch.ones(3, len(components), dtype=torch.float64)
         with torch.no_grad():
-            assert (masked_metric(any_model, pairs, components, ones, logit_difference) - clean).abs().max() < 1e-9
+            assert (
+                masked_metric(any_model, pairs, places(components), ones, logit_difference) - clean
+            ).abs().max() < 1e-9
             knocked = Knockout().score(any_model, pairs, components, logit_difference, False)
             for c in range(len(components)):
                 mask = ones.clone()
                 mask[:, c] = 0
-                change = clean - masked_metric(any_model, pairs, components, mask, logit_difference)
+                change = clean - masked_metric(any_model, pairs, places(components), mask, logit_difference)
                 assert (change - knocked[:, c]).abs().max() < 1e-9, components[c]
 
 
@@ -37,17 +58,20 @@ def test_gradients_of_a_mask_are_its_slopes(any_model):
         components = some(any_model.components(kind), 3)
         mask = torch.rand(3, len(components), generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
         mask.requires_grad_()
-        value = masked_metric(any_model, pairs, components, mask, log_probability)
+        value = masked_metric(any_model, pairs, places(components), mask, log_probability)
         (gradient,) = torch.autograd.grad(value.sum(), [mask])
         for c in range(len(components)):
             step = torch.zeros_like(mask)
             step[:, c] = 1e-3
             with torch.no_grad():
                 up, down = (
-                    masked_metric(any_model, pairs, components, mask + sign * step, log_probability) for sign in (1, -1)
+                    masked_metric(any_model, pairs, places(components), mask + sign * step, log_probability)
+                    for sign in (1, -1)
                 )
             assert torch.allclose(gradient[:, c], (up - down) / 2e-3, rtol=2e-2, atol=1e-3), components[c]
-        (alone,) = torch.autograd.grad(masked_metric(any_model, pairs, components, mask, log_probability)[1], [mask])
+        (alone,) = torch.autograd.grad(
+            masked_metric(any_model, pairs, places(components), mask, log_probability)[1], [mask]
+        )
         assert (alone[[0, 2]] == 0).all() and (alone[1] - gradient[1]).abs().max() < 1e-9
 
 
@@ -112,11 +136,11 @@ def test_the_penalty_of_hard_concrete_is_the_expected_number_of_open_gates(llama
     monkeypatch.setattr(
         sys.modules["locus.localize.learned"],
         "masked_metric",
-        lambda model, pairs, components, mask, metric: seen.append(mask.detach()) or mask.sum(1) * 0,
+        lambda model, pairs, where, mask, metric: seen.append(mask.detach()) or mask.sum(1) * 0,
     )
     for keep in (0.2, 0.5, 0.9):
         seen.clear()
-        method = HardConcrete(penalty=0.0, keep=keep, steps=60)
+        method = HardConcrete(penalty=0.0, beta=2 / 3, keep=keep, steps=60)
         method.fit(llama, contrast_pairs(), llama.components("value"), log_probability)
         drawn = torch.stack(seen)[:, 0]
         expected = 1 / (1 + math.exp(-(math.log(keep / (1 - keep)) - 2 / 3 * math.log(0.1 / 1.1))))
@@ -166,7 +190,7 @@ def test_bad_settings_are_refused():
 def test_planted_sentences_are_found():
     """Few sentences, each written into 1% of the value vectors: learned masks find them, random scores do not."""
     tiny = load("tiny", quiet=True)
-    table = inj(tiny, sentences(tiny, 3), (Slimming(), HardConcrete(), Random()), seed=5, progress=False)
+    table = inj(tiny, sentences(tiny, 2), (Slimming(), HardConcrete(), Random()), seed=5, progress=False)
     assert set(table.status) == {"finished"}
     means = summary(table).set_index(["localizer", "scope", "k"])
     for name in ("Slimming", "HardConcrete"):

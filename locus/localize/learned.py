@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -177,7 +177,7 @@ def _train(
     before: Callable[[], Any] = lambda: None,
 ) -> Learned:
     """Adam on one number a fact and component; every entry has its own step, so facts do not mix."""
-    scores, losses = [], []
+    scores, losses, where = [], [], places(components)
     n_batches = math.ceil(len(pairs) / method.batch_size)
     name = type(method).__name__
     with tqdm(total=n_batches * method.steps, desc=name, unit="step", disable=not progress) as bar:
@@ -190,7 +190,7 @@ def _train(
             curve = []
             for _ in range(method.steps):
                 with torch.enable_grad():
-                    loss = -masked_metric(model, some, components, gate(learned), metric)
+                    loss = -masked_metric(model, some, where, gate(learned), metric)
                     total = loss.sum() + method.penalty * size(learned).sum()
                     (learned.grad,) = torch.autograd.grad(total, [learned])
                 optimizer.step()
@@ -201,32 +201,42 @@ def _train(
     return Learned(torch.cat(scores), torch.cat(losses, dim=1))
 
 
-def masked_metric(
-    model: Any, pairs: Any, components: Components, mask: Float[Tensor, "fact component"], metric: Callable
-) -> Float[Tensor, " fact"]:
-    """The metric of the clean run with each component's activation multiplied by its factor, at all positions."""
-    where: dict[str, list[int]] = {}
+Places = list[tuple[str, list[int], Int[Tensor, " member"] | None]]
+
+
+def places(components: Components) -> Places:
+    """Hook, which of the components act there, and their indices there (None for a whole block)."""
+    found: dict[tuple[str, str], list[int]] = {}
     for c, component in enumerate(components):
         for name in hook_names(component):
-            where.setdefault(name, []).append(c)
+            # Apart by kind: a neuron and its value vector are one activation, and both factors count.
+            found.setdefault((name, component.kind), []).append(c)
+    indices = [component.index for component in components]
+    return [
+        (name, members, None if indices[members[0]] is None else torch.tensor([indices[c] for c in members]))
+        for (name, _), members in found.items()
+    ]
+
+
+def masked_metric(
+    model: Any, pairs: Any, where: Places, mask: Float[Tensor, "fact component"], metric: Callable
+) -> Float[Tensor, " fact"]:
+    """The metric of the clean run with each component's activation multiplied by its factor, at all positions."""
     padding = ~pairs.attention_mask.to(model.device)
 
-    def scaled(members: list[int]) -> hooks.Edit:
-        index = torch.tensor([components[c].index or 0 for c in members], device=mask.device)
-
+    def scaled(members: list[int], index: Int[Tensor, " member"] | None) -> hooks.Edit:
         def edit(activation: Tensor) -> Tensor:
             shape = activation.shape
             cells = activation.reshape(*padding.shape, *shape[-1:]) if activation.ndim == 2 else activation
             # Activations at padding mean nothing, and may be NaN.
             cells = cells.masked_fill(padding.reshape(*padding.shape, *[1] * (cells.ndim - 2)), 0)
-            if components[members[0]].index is None:
-                factor = mask[:, members]
-            else:
-                factor = mask.new_ones(len(mask), cells.shape[2]).index_copy(1, index, mask[:, members])
+            factor = mask[:, members]
+            if index is not None:
+                factor = mask.new_ones(len(mask), cells.shape[2]).index_copy(1, index.to(mask.device), factor)
             return (cells * factor.reshape(len(mask), 1, -1, *[1] * (cells.ndim - 3))).reshape(shape)
 
         return edit
 
-    edits = [(name, scaled(members)) for name, members in where.items()]
+    edits = [(name, scaled(members, index)) for name, members, index in where]
     with model.frozen(), hooks.edits(model, edits), hooks.read_only(model, pairs.read):
         return metric(model.logits(pairs.clean, pairs.attention_mask), targets(pairs))
