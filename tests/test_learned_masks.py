@@ -89,7 +89,7 @@ def plain_training(pairs, row, learned, gate, penalty, lr, steps):
         current["gate"] = gate(learned).reshape(3, -1)
         log_p = model(pairs.clean[row][None], use_cache=False).logits[0].log_softmax(-1)
         loss = -log_p[pairs.read[row], pairs.answer[row]][keep].mean()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         (g,) = torch.autograd.grad(loss + penalty(learned), [learned])
         first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
         with torch.no_grad():

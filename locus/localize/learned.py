@@ -201,7 +201,7 @@ def _train(
     return Learned(torch.cat(scores), torch.cat(losses, dim=1))
 
 
-Places = list[tuple[str, list[int], Int[Tensor, " member"] | None]]
+Places = list[tuple[str, list[int], Int[Tensor, " _"] | None]]
 
 
 def places(components: Components) -> Places:
@@ -224,7 +224,7 @@ def masked_metric(
     """The metric of the clean run with each component's activation multiplied by its factor, at all positions."""
     padding = ~pairs.attention_mask.to(model.device)
 
-    def scaled(members: list[int], index: Int[Tensor, " member"] | None) -> hooks.Edit:
+    def scaled(members: list[int], index: Int[Tensor, " _"] | None) -> hooks.Edit:
         def edit(activation: Tensor) -> Tensor:
             shape = activation.shape
             cells = activation.reshape(*padding.shape, *shape[-1:]) if activation.ndim == 2 else activation
