@@ -11,6 +11,7 @@ from locus.evaluate import evaluate
 from locus.facts import Facts, FactSplit, encode
 from locus.inject import elsewhere, plant, region
 from locus.localize import given, localize, localize_weights
+from locus.localize.weights import ByEntries
 from locus.masks import Mask, ParameterMask
 from locus.models import HookedModel
 from locus.runs import STATES, Case, Plan, Planting, Run, named, smaller, steps, update_of
@@ -26,7 +27,7 @@ def _planting(plan: Plan) -> Planting:
 def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, seed: int, *, draws: int) -> Case:
     """Plant the facts to forget of a seed in a region of its own, and choose the masks of all arms."""
     planting = _planting(plan)
-    coarse = [name for name, method in named(plan.localizers).items() if not hasattr(method, "entries")]
+    coarse = [name for name, method in named(plan.localizers).items() if not isinstance(method, ByEntries)]
     if planting.kind == "weight" and {"top", "bottom"} & set(planting.arms) and coarse:
         raise ValueError(
             f"{coarse[0]} scores no single weights, in which the facts are planted; take localizers that do "

@@ -34,6 +34,7 @@ from locus.localize import (
 from locus.localize.weights import Texts, clean_texts, fact_texts, gradient, random_labels
 from locus.metrics import log_probability, logit_difference
 from locus.runs import Plan, Planting
+from locus.scores import Scores
 from locus.unlearn import NPO, AdamW, unlearn
 
 KEPT = Facts([Fact(f"w{i}", "relation", f"w{i} w51", f"w{i + 20} w6{i}") for i in range(5)])
@@ -355,6 +356,12 @@ def test_a_study_locates_single_weights_and_says_what_cannot():
     coarse = replace(plan, localizers=(SNIP(), AttributionPatching()))
     with pytest.raises(ValueError, match="AttributionPatching scores no single weights"):
         controlled.prepare(small_model(), small_facts(), None, coarse, 0, draws=1)
+
+
+def test_scores_against_retain_facts_can_be_saved(llama, tmp_path):
+    scores = localize(llama, contrast_pairs(), WAGLE(KEPT), components="head", progress=False)
+    loaded = Scores.load(scores.save(tmp_path / "scores.safetensors"))
+    assert torch.equal(loaded.values, scores.values) and repr(loaded.method).startswith("WAGLE(retain=")
 
 
 def test_texts_of_pairs_are_the_clean_side():

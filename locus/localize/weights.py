@@ -1,13 +1,15 @@
 """Localizers that look at the weights: a score for every parameter entry, from the gradients of some facts.
 
 Each method has its original unit, the single weight (`localize_weights`), and scores components by **the sum over the
-entries that a component owns** (`locus.components`); for value vectors that is the form of Lee et al. (EMNLP 2025).
+entries that a component owns** (`locus.components`), after the absolute value. Lee et al. (EMNLP 2025) score value
+vectors by such methods too; how they add up the entries is not known to us.
 All gradients are of the metric, ∂m/∂θ; the loss of the papers is -m with m = `log_probability`. Gradients of one fact
 at a time (or of all together, `pooled`) are in memory, never those of several facts apart.
 
 Left out: Hessians (OBD, OBS), and weights found one by one with the earlier ones removed.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -88,27 +90,28 @@ def gradients(model: Any, texts: Texts, names: list[str], metric: Callable, pool
         yield gradient(model, texts.rows(slice(i, i + 1)), names, metric)
 
 
-def by_component(
-    found: Iterator[Entries], model: Any, n: int, components: Components, progress: str | None
-) -> Float[Tensor, "fact component"]:
-    """The sum over each component's entries, of every fact; one row for all of them where all are together."""
-    bar = tqdm(found, total=n, desc=progress, unit="fact", disable=progress is None)
-    rows = torch.stack([totals(model, entries, components) for entries in bar])
-    return rows.expand(n, -1) if len(rows) == 1 else rows
+class ByEntries(ABC):
+    """A method that scores every parameter entry, and a component by the sum over its entries."""
 
+    @abstractmethod
+    def entries(self, model: Any, texts: Texts, names: list[str], metric: Callable) -> Iterator[Entries]:
+        """Scores of the entries of the named parameters: of one fact after another, or once for all of them."""
 
-def _summed(
-    method: Any, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
-) -> Float[Tensor, "fact component"]:
-    found = method.entries(model, clean_texts(pairs), owned(model, components), metric)
-    return by_component(found, model, len(pairs), components, type(method).__name__ if progress else None)
+    def score(
+        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
+    ) -> Float[Tensor, "fact component"]:
+        found = self.entries(model, clean_texts(pairs), owned(model, components), metric)
+        name = type(self).__name__
+        bar = tqdm(found, total=len(pairs), desc=name, unit="fact", disable=not progress)
+        rows = torch.stack([totals(model, entries, components) for entries in bar])
+        return rows.expand(len(pairs), -1) if len(rows) == 1 else rows
 
 
 @dataclass(frozen=True)
-class GradientSaliency:
+class GradientSaliency(ByEntries):
     """|∂m/∂θ|: how much the metric feels a weight. In units of the metric per unit of weight; never negative.
 
-    Fan et al. 2024 (SalUn, arXiv 2310.12508), equation 4; theirs is of all facts together (`pooled`).
+    Fan et al. 2024 (SalUn, arXiv 2310.12508); theirs is of all facts together (`pooled`).
 
     Attributes:
         pooled: the gradient of the facts' mean metric, the same scores for every fact; else each fact's own.
@@ -121,18 +124,13 @@ class GradientSaliency:
         for found in gradients(model, texts, names, metric, self.pooled):
             yield {name: g.abs_() for name, g in found.items()}
 
-    def score(
-        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
-    ) -> Float[Tensor, "fact component"]:
-        return _summed(self, model, pairs, components, metric, progress)
-
 
 @dataclass(frozen=True)
-class SNIP:
+class SNIP(ByEntries):
     """|θ ∂m/∂θ|, or signed: θ ∂m/∂θ, the first-order estimate of m - m(weight set to 0). In units of the metric.
 
     The signed sum over a component estimates its knockout by weights; the paper's is the absolute one, of all facts
-    together (`pooled`). Lee, Ajanthan & Torr 2019 (arXiv 1810.02340), equation 4, without their normalization.
+    together (`pooled`). Lee, Ajanthan & Torr 2019 (arXiv 1810.02340), without their normalization.
 
     Attributes:
         signed: keep the sign.
@@ -149,14 +147,9 @@ class SNIP:
             products = {name: g.mul_(weights[name]) for name, g in found.items()}
             yield products if self.signed else {name: p.abs_() for name, p in products.items()}
 
-    def score(
-        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
-    ) -> Float[Tensor, "fact component"]:
-        return _summed(self, model, pairs, components, metric, progress)
-
 
 @dataclass(frozen=True)
-class Fisher:
+class Fisher(ByEntries):
     """(∂m/∂θ)², averaged over the facts: with m = `log_probability` the diagonal of the empirical Fisher information.
 
     Of the answers as they are, not of answers drawn from the model. Never negative.
@@ -169,14 +162,9 @@ class Fisher:
         for found in gradients(model, texts, names, metric, pooled=False):
             yield {name: g.square_() for name, g in found.items()}
 
-    def score(
-        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
-    ) -> Float[Tensor, "fact component"]:
-        return _summed(self, model, pairs, components, metric, progress)
-
 
 @dataclass(frozen=True)
-class Magnitude:
+class Magnitude(ByEntries):
     """|θ|, whatever the facts: a baseline. In units of the weights."""
 
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
@@ -184,18 +172,12 @@ class Magnitude:
     def entries(self, model: Any, texts: Texts, names: list[str], metric: Callable) -> Iterator[Entries]:
         yield {name: model.stored(name).abs_() for name in names}
 
-    def score(
-        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
-    ) -> Float[Tensor, "fact component"]:
-        return _summed(self, model, pairs, components, metric, progress)
-
 
 @dataclass(frozen=True)
-class Wanda:
+class Wanda(ByEntries):
     """|θ_ij| · ||x_j||₂, x_j the j-th input of the linear layer at the tokens of the clean prompt: what flows through.
 
-    Biases and norms score 0. Never negative, and blind to the answer. Sun et al. 2024 (arXiv 2306.11695), section 3;
-    they compare within each output, here and in WAGLE's code all weights are compared.
+    Biases and norms score 0. Never negative, and blind to the answer. Sun et al. 2024 (arXiv 2306.11695); they compare within each output, here and in WAGLE's code all weights are compared.
     """
 
     KINDS: ClassVar[tuple[str, ...]] = ("head", "kv", "neuron", "value", "mlp", "attn")
@@ -217,14 +199,9 @@ class Wanda:
                 made[live.name].add_(_stored(live, scaled, made[live.name]))
             yield made
 
-    def score(
-        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
-    ) -> Float[Tensor, "fact component"]:
-        return _summed(self, model, pairs, components, metric, progress)
-
 
 @dataclass(frozen=True)
-class WAGLE:
+class WAGLE(ByEntries):
     """|(θ - g_r / γ) g_f|: what removing a weight does to the facts if the retain loss is then minimized again.
 
     g_f, g_r: gradients of the loss on the facts (-m) and on the retain facts (-`log_probability`, their mean). Never
@@ -232,7 +209,7 @@ class WAGLE:
     over the data and ours are means, so their γ is ours times the number of retain facts; at this γ the second term,
     |g_r g_f|, decides nearly alone.
 
-    Jia et al. 2024 (WAGLE, arXiv 2410.17509), equation 8, with the constant of their code.
+    Jia et al. 2024 (WAGLE, arXiv 2410.17509), with the constant of their code.
 
     Attributes:
         retain: facts to keep; None = those of the split, in a study and in `localize_weights`.
@@ -255,11 +232,6 @@ class WAGLE:
         for found in gradients(model, texts, names, metric, self.pooled):
             yield {name: g.mul_(factor[name]).abs_() for name, g in found.items()}
 
-    def score(
-        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
-    ) -> Float[Tensor, "fact component"]:
-        return _summed(self, model, pairs, components, metric, progress)
-
 
 @dataclass(frozen=True)
 class MemFlex:
@@ -269,7 +241,7 @@ class MemFlex:
     ones, in the text and in what is read off it; the mean of `copies` draws. G_f is of -m, G_r of -`log_probability` on
     the retain facts. In units of the metric per unit of weight.
 
-    Tian et al. 2024 (KnowUnDo, arXiv 2407.01920), section 4, whose units are LoRA tensors; a budget takes the place of
+    Tian et al. 2024 (KnowUnDo, arXiv 2407.01920), whose units are LoRA tensors; a budget takes the place of
     their threshold on the magnitude. A single weight has no direction, so there is no score of one.
 
     Attributes:
@@ -358,7 +330,7 @@ def localize_weights(
         ValueError: the method scores no single weights, needs retain facts and has none, or the budget selects nothing.
     """
     method = given(method, split)
-    if not hasattr(method, "entries"):
+    if not isinstance(method, ByEntries):
         raise ValueError(
             f"{type(method).__name__} scores no single weights; GradientSaliency, SNIP, Fisher, WAGLE, Magnitude and "
             "Wanda do. Take one of them, or localize components."
