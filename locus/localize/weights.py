@@ -177,7 +177,8 @@ class Magnitude(ByEntries):
 class Wanda(ByEntries):
     """|θ_ij| · ||x_j||₂, x_j the j-th input of the linear layer at the tokens of the clean prompt: what flows through.
 
-    Biases and norms score 0. Never negative, and blind to the answer. Sun et al. 2024 (arXiv 2306.11695); they compare within each output, here and in WAGLE's code all weights are compared.
+    Biases and norms score 0. Never negative, and blind to the answer. Sun et al. 2024 (arXiv 2306.11695); they
+    compare within each output, here (and in WAGLE's code) all weights are compared.
     """
 
     KINDS: ClassVar[tuple[str, ...]] = ("head", "kv", "neuron", "value", "mlp", "attn")
