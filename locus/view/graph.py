@@ -25,8 +25,8 @@ def circuit(
 
     edges: (source, target, score), positive = removing the edge lowers the metric; or as JSON,
         {"nodes": ["L0H1", …], "edges": [{"source": "L0H1", "target": "L2MLP", "score": 0.3}, …]}
-    nodes: also those without an edge; names are labels such as L9H6 or L4MLP; a name with a part after a dot (L9H6.q) is
-        drawn at its component. Whatever is no label is drawn at the bottom if edges leave it and at the top if not.
+    nodes: also those without an edge. Names are labels such as L9H6 or L4MLP; a name with a part after a dot (L9H6.q)
+        is drawn at its component. Whatever is no label stands at the bottom if edges leave it, and at the top if not.
     n: how many prompts the scores are the mean of
 
     Raises:
@@ -75,8 +75,8 @@ def circuit(
     top = lines.sort_values("size", ascending=False).head(6)
     return View(
         title,
-        f"n = {n} prompt{'s' * (n != 1)}; {len(names)} nodes, {len(found)} edges; {metric} by {method}. Positive orange, "
-        f"negative blue, thicker = larger, at most {largest:.3g} in size. Depth goes upwards.",
+        f"n = {n} prompt{'s' * (n != 1)}; {len(names)} nodes, {len(found)} edges; {metric} by {method}. Positive "
+        f"orange, negative blue, thicker = larger, at most {largest:.3g} in size. Depth goes upwards.",
         "Largest edges: " + ", ".join(f"{r.source} → {r.target} {r.score:+.3g}" for r in top.itertuples()) + ".",
         (Panel(chart),),
     )

@@ -13,7 +13,7 @@ from locus.components import LABELS
 from locus.evaluate import interval
 from locus.masks import Mask
 from locus.scores import Scores
-from locus.view.show import Panel, View, chart_of, diverging, wide
+from locus.view.show import POSITIVE, Panel, View, chart_of, diverging, wide
 
 BINS = 40
 
@@ -134,7 +134,7 @@ def density(scores: Scores, *, kind: str | None = None, top: float = 0.01) -> Vi
     )
     bars = (
         chart_of(shares)
-        .mark_bar(color="#B35806")
+        .mark_bar(color=POSITIVE)
         .encode(
             x=alt.X("share:Q", title=f"share of the top {top:.3g}", axis=alt.Axis(format="%")),
             y=layer_axis,
@@ -172,7 +172,11 @@ def overlap(masks: Mapping[str, Mask]) -> View:
         y=alt.Y("b:N", sort=names, title=None, axis=alt.Axis(labelLimit=140)),
         tooltip=["a:N", "b:N", alt.Tooltip("jaccard:Q", format=".3f"), alt.Tooltip("chance:Q", format=".3f")],
     )
-    color = alt.Color("jaccard:Q", scale=alt.Scale(range=["#f4f4f6", "#B35806"], domain=[0, 1]), title="both / either")
+    color = alt.Color(
+        "jaccard:Q",
+        scale=alt.Scale(range=["#f4f4f6", POSITIVE], domain=[0, 1], interpolate="rgb"),
+        title="both / either",
+    )
     ink = alt.condition("datum.jaccard > 0.6", alt.value("white"), alt.value("#1c1c1e"))
     chart = alt.layer(
         base.mark_rect().encode(color=color),

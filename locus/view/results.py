@@ -11,7 +11,7 @@ import torch
 from locus import hooks
 from locus.charts import Figure, areas, tradeoffs
 from locus.components import Component
-from locus.evaluate import DIRECTION, Evaluation
+from locus.evaluate import Evaluation
 from locus.facts import Fact
 from locus.facts.tokens import tokenize
 from locus.masks import Mask
@@ -71,14 +71,15 @@ def before_after(
         ],
         columns=["token", "state", "probability"],
     )
+    likeliest = _words(model, p1.argmax()[None])[0].strip()
     own = f"P({prompt.answer}) {own0:.3g} → {own1:.3g}, length-normalized. " if isinstance(prompt, Fact) else ""
     moves = ", ".join(f"{head} {moved[i]:.3f}" for head, i in zip(chosen, index, strict=True))
-    said = f"most likely before: {words[0].strip()!r} ({float(p0.max()):.2f}), after: {_words(model, p1.argmax()[None])[0].strip()!r} ({float(p1.max()):.2f})"
+    said = f"most likely before: {words[0].strip()!r} ({float(p0.max()):.2f}), after: {likeliest!r} ({float(p1.max()):.2f})"
     return View(
         f"“{_say(prompt.prompt if isinstance(prompt, Fact) else prompt)}” before and after the update, {model.name}",
-        f"n = 1 prompt, {len(before)} tokens; {update.n_changed:,} entries changed, {update.objective!r}. {own}Above: the "
-        f"most likely next tokens. Below: attention before, after and the change (positive orange, negative blue); mean "
-        f"total variation: {moves}.",
+        f"n = 1 prompt, {len(before)} tokens; {update.n_changed:,} entries changed, {update.objective!r}. {own}Above: "
+        "the most likely next tokens. Below: attention before, after and the change (positive orange, negative blue); "
+        f"mean total variation: {moves}.",
         f"{own}Next token: {said}. Attention moved by: {moves}.",
         (Panel(_answers(rows)), heads_panel(names, patterns, _words(model, tokens[0]), signed=True)),
     )
@@ -151,7 +152,7 @@ def mask(chosen: Mask) -> View:
 def update(made: Update) -> View:
     """The course of an update: the loss on what is to be forgotten and kept, and the retain probability, by step."""
     history = pd.DataFrame(list(made.history))
-    names = [n for n in ("forget", "retain", "loss", "grad_norm", "retain_probability") if n in history]
+    names = [n for n in ("forget", "retain", "retain_probability", "grad_norm") if n in history]
     rows = (
         history.melt("step", names, "what", "value")
         if len(history)
@@ -167,18 +168,18 @@ def update(made: Update) -> View:
         .encode(
             x=alt.X("step:Q", axis=alt.Axis(tickMinStep=1)),
             y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
-            facet=alt.Facet("what:N", columns=3, title=None, sort=[n.replace("_", " ") for n in names]),
+            facet=alt.Facet("what:N", columns=2, title=None, sort=[n.replace("_", " ") for n in names]),
             tooltip=["what:N", "step:Q", alt.Tooltip("value:Q", format=".4~g")],
         )
-        .properties(width=150, height=90)
+        .properties(width=210, height=90)
         .resolve_scale(y="independent")
     )
     first, last = made.history[0], made.history[-1]
     ends = ", ".join(f"{n.replace('_', ' ')} {first[n]:.3g} → {last[n]:.3g}" for n in names if n in first and n in last)
     return View(
         f"Update: {made.status}, {made.n_changed:,} entries changed",
-        f"{made.objective!r}, {made.optimizer!r}; n = {len(history)} steps, each measured before it; L2 norm of the change "
-        f"{made.norm:.4g}. One run, so without intervals.",
+        f"{made.objective!r}, {made.optimizer!r}; n = {len(history)} steps, each measured before it; L2 norm of the "
+        f"change {made.norm:.4g}. One run, so without intervals.",
         f"First and last step: {ends}.",
         (Panel(chart),),
     )
@@ -226,17 +227,17 @@ def tradeoff(table: pd.DataFrame) -> View:
 
 
 def study(table: pd.DataFrame) -> View:
-    """A study at a glance: the area under the trade-off of every arm, and the trade-offs themselves."""
-    return _figures("The study at a glance", table, [*areas(table), *tradeoffs(table)])
+    """A study at a glance: the area under the trade-off of every arm, with intervals, by objective."""
+    return _figures("Area under the trade-off", table, list(areas(table)))
 
 
 def _figures(title: str, table: pd.DataFrame, figures: list[Figure]) -> View:
     if not figures:
-        raise ValueError("there is nothing to draw: the table has no trajectory of forget and retain strength")
+        raise ValueError("there is nothing to draw: the table has no finished run with forget and retain strength")
     where = " · ".join(str(v) for name in ("model", "facts") if name in table for v in table[name].dropna().unique())
     return View(
         f"{title}, {where}" if where else title,
-        " ".join(dict.fromkeys(f"{figure.title}: {figure.caption}" for figure in figures)),
+        " ".join(dict.fromkeys(figure.caption for figure in figures)),
         " ".join(figure.alt for figure in figures),
         tuple(Panel(figure.chart.properties(title=figure.title)) for figure in figures),
     )

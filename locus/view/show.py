@@ -167,9 +167,9 @@ def _sized(chart: Any) -> Any:
 
 
 def _png(view: View) -> dict[str, Any]:
-    image = vl_convert.vegalite_to_png(_joined(view).to_json(), vl_version=_vl_version(), scale=2)
+    image = vl_convert.vegalite_to_png(_joined(view).to_json(), vl_version=_vl_version(), scale=1.5)
     # A PNG says its width at its 16th byte.
-    width = int.from_bytes(image[16:20], "big") // 2
+    width = int.from_bytes(image[16:20], "big") * 2 // 3
     return {"data": base64.b64encode(image).decode(), "width": width}
 
 

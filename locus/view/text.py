@@ -206,7 +206,7 @@ def heads_panel(
     )
     size = max(70, min(150, 12 * len(words)))
     shown = alt.Axis(labels=len(words) <= 12, ticks=False, labelLimit=60, labelFontSize=8, title=None)
-    scale = diverging(1.0) if signed else alt.Scale(range=["#ffffff", POSITIVE], domain=[0, 1])
+    scale = diverging(1.0) if signed else alt.Scale(range=["#ffffff", POSITIVE], domain=[0, 1], interpolate="rgb")
     chart = (
         chart_of(rows)
         .mark_rect()
@@ -314,7 +314,7 @@ def _heads(
         if missing := [head for head in chosen if head not in mean] or ([] if mean else ["any head"]):
             raise ValueError(f"these scores say nothing of {missing[0]}; score components='head'")
         chosen = sorted(chosen or mean, key=lambda head: -mean[head])[: None if chosen else top]
-        said = f"Sorted by {scores.metric} of {scores.method!r}, n = {len(scores.values)} facts: "
+        said = f"Sorted by {scores.metric.replace('_', ' ')} of {scores.method!r}, n = {len(scores.values)} facts: "
         said += ", ".join(f"{head} {mean[head]:+.3g}" for head in chosen[:3]) + (", …" if len(chosen) > 3 else ".")
     if not chosen:
         raise ValueError('name heads (heads=["L9H6"]), layers (layers=[9]), or give scores of heads to take the top of')
@@ -334,7 +334,7 @@ def _neurons(model: Any, given: Scores | Sequence[str | Component], top: int) ->
             raise ValueError(f"these scores belong to model {given.components.model}, not to {model.name}")
         order = torch.argsort(given.mean(), descending=True, stable=True).tolist()
         chosen = [given.components[i] for i in order[:top]]
-        said = f"The top {len(chosen)} of {len(order)} by {given.metric} of {given.method!r}."
+        said = f"The top {len(chosen)} of {len(order)} by {given.metric.replace('_', ' ')} of {given.method!r}."
     else:
         chosen = [Component.parse(c) if isinstance(c, str) else c for c in given]
     wide = model.cfg.d_mlp if _has(model, "neuron") else 0
