@@ -21,7 +21,7 @@ class Opened:
     def text(self) -> str:
         """What a reader sees, the labels within drawings included."""
         return self.tab.evaluate(
-            "document.body.innerText + ' ' + [...document.querySelectorAll('svg text')].map(t => t.textContent).join(' ')"
+            "document.body.innerText + [...document.querySelectorAll('svg text')].map(t => t.textContent).join(' ')"
         )
 
     def drawn(self, n: int, seconds: float = 20) -> None:

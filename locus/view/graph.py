@@ -10,6 +10,7 @@ from locus.components import Component
 from locus.view.show import Panel, View, chart_of, diverging
 
 MOST_EDGES = 400
+BOX = "M-1,-0.38H1V0.38H-1Z"
 
 
 def circuit(
@@ -40,50 +41,61 @@ def circuit(
         raise ValueError(f"got {len(found)} edges, expected 1 to {MOST_EDGES}; keep the largest in size")
     names = list(dict.fromkeys(_of(name) for name in [*nodes, *(a for a, _, _ in found), *(b for _, b, _ in found)]))
     place = _places(names, [(_of(a), _of(b)) for a, b, _ in found])
+    # Small ones first, so that large ones lie above them.
+    found.sort(key=lambda edge: abs(edge[2]))
+    largest = abs(found[-1][2])
     lines = pd.DataFrame(
-        [(a, b, score, abs(score), *place[_of(a)], *place[_of(b)]) for a, b, score in found],
-        columns=["source", "target", "score", "size", "x", "y", "x2", "y2"],
+        [
+            (f"{a} → {b}", score, abs(score), step, x, y)
+            for a, b, score in found
+            for step, (x, y) in enumerate(_curve(place[_of(a)], place[_of(b)]))
+        ],
+        columns=["edge", "score", "size", "step", "x", "y"],
     )
-    lines = lines.sort_values("size")
     points = pd.DataFrame([(name, *place[name]) for name in names], columns=["name", "x", "y"])
     rows = int(points.y.max()) + 1
-    size = {"width": max(260, min(620, 74 * int(points.groupby("y").size().max()))), "height": max(160, 44 * rows)}
     x = alt.X("x:Q", axis=None, scale=alt.Scale(domain=[-0.06, 1.06]))
     y = alt.Y("y:Q", axis=None, scale=alt.Scale(domain=[-0.5, rows - 0.5]))
-    largest = float(lines["size"].max())
     strokes = (
         chart_of(lines)
-        .mark_rule(opacity=0.85)
+        .mark_line(opacity=0.85, interpolate="basis")
         .encode(
             x=x,
             y=y,
-            x2="x2:Q",
-            y2="y2:Q",
+            detail="edge:N",
+            order="step:Q",
             color=alt.Color("score:Q", scale=diverging(largest), title=metric),
             strokeWidth=alt.StrokeWidth("size:Q", scale=alt.Scale(domain=[0, largest], range=[0.8, 7]), legend=None),
-            tooltip=["source:N", "target:N", alt.Tooltip("score:Q", format="+.4~g")],
+            tooltip=["edge:N", alt.Tooltip("score:Q", format="+.4~g")],
         )
     )
-    boxes = chart_of(points).encode(x=x, y=y, tooltip=[alt.Tooltip("name:N")])
+    boxes = chart_of(points).encode(x=x, y=y, tooltip=["name:N"])
     chart = alt.layer(
         strokes,
-        boxes.mark_point(
-            shape="M-1,-0.42H1V0.42H-1Z", size=1100, filled=True, fill="#ffffff", stroke="#5f6368", opacity=1
-        ),
-        boxes.mark_text(fontSize=11, color="#1c1c1e").encode(text="name:N"),
-    ).properties(**size)
-    top = lines.sort_values("size", ascending=False).head(6)
+        boxes.mark_point(shape=BOX, size=1500, filled=True, fill="#ffffff", stroke="#5f6368", opacity=1),
+        boxes.mark_text(fontSize=10, color="#1c1c1e").encode(text="name:N"),
+    ).properties(
+        width=max(260, min(640, 76 * int(points.groupby("y").size().max()))),
+        height=max(160, 46 * rows),
+        view=alt.ViewBackground(strokeOpacity=0),
+    )
     return View(
         title,
         f"n = {n} prompt{'s' * (n != 1)}; {len(names)} nodes, {len(found)} edges; {metric} by {method}. Positive "
         f"orange, negative blue, thicker = larger, at most {largest:.3g} in size. Depth goes upwards.",
-        "Largest edges: " + ", ".join(f"{r.source} → {r.target} {r.score:+.3g}" for r in top.itertuples()) + ".",
+        "Largest edges: " + ", ".join(f"{a} → {b} {score:+.3g}" for a, b, score in found[:-7:-1]) + ".",
         (Panel(chart),),
     )
 
 
 def _of(name: str) -> str:
     return name.split(".")[0]
+
+
+def _curve(a: tuple[float, int], b: tuple[float, int]) -> list[tuple[float, float]]:
+    """From a to b; an edge that passes other rows bends around what stands there."""
+    bend = 0.09 * min(abs(b[1] - a[1]) - 1, 4) * (1 if b[0] >= a[0] else -1)
+    return [a, ((a[0] + b[0]) / 2 + bend, (a[1] + b[1]) / 2), b]
 
 
 def _places(names: list[str], edges: list[tuple[str, str]]) -> dict[str, tuple[float, int]]:

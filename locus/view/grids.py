@@ -82,7 +82,7 @@ def ranking(scores: Scores, *, top: int = 20) -> View:
     )
     chart = alt.layer(
         base.mark_bar().encode(
-            x=alt.X("score:Q", title=_metric(scores)),
+            x=alt.X("score:Q", title=_metric(scores), axis=alt.Axis(format="~g", tickCount=6)),
             color=alt.Color("score:Q", scale=diverging(largest), legend=None),
         ),
         base.mark_rule(color="#808080").encode(x=alt.X("low:Q"), x2="high:Q"),
@@ -125,7 +125,7 @@ def density(scores: Scores, *, kind: str | None = None, top: float = 0.01) -> Vi
         chart_of(rows)
         .mark_rect()
         .encode(
-            x=alt.X("low:Q", title=_metric(scores)),
+            x=alt.X("low:Q", title=_metric(scores), axis=alt.Axis(format="~g", tickCount=6)),
             x2="high:Q",
             y=layer_axis,
             color=alt.Color("n:Q", scale=alt.Scale(type="log", scheme="viridis"), title=f"{kind}s"),
@@ -136,7 +136,7 @@ def density(scores: Scores, *, kind: str | None = None, top: float = 0.01) -> Vi
         chart_of(shares)
         .mark_bar(color=POSITIVE)
         .encode(
-            x=alt.X("share:Q", title=f"share of the top {top:.3g}", axis=alt.Axis(format="%")),
+            x=alt.X("share:Q", title=f"share of the top {top * 100:.3g}%", axis=alt.Axis(format="%", tickCount=6)),
             y=layer_axis,
             tooltip=["layer:O", alt.Tooltip("share:Q", format=".1%")],
         )
@@ -147,7 +147,7 @@ def density(scores: Scores, *, kind: str | None = None, top: float = 0.01) -> Vi
         f"n = {len(values):,} {kind}s, mean over {len(scores.values)} facts of {_metric(scores)} by {scores.method!r}. "
         f"Above: how many {kind}s of each layer have which score (colors on a log scale). Below: where the "
         f"{len(best):,} largest are; equal shares would be {1 / len(shares):.1%} a layer.",
-        f"Layers with the largest shares of the top {top:.3g}: "
+        f"Layers with the largest shares of the top {top * 100:.3g}%: "
         + ", ".join(f"layer {r.layer:.0f} {r.share:.0%}" for r in most.itertuples())
         + ".",
         (Panel(wide(spread, height)), Panel(wide(bars, height))),
@@ -172,14 +172,10 @@ def overlap(masks: Mapping[str, Mask]) -> View:
         y=alt.Y("b:N", sort=names, title=None, axis=alt.Axis(labelLimit=140)),
         tooltip=["a:N", "b:N", alt.Tooltip("jaccard:Q", format=".3f"), alt.Tooltip("chance:Q", format=".3f")],
     )
-    color = alt.Color(
-        "jaccard:Q",
-        scale=alt.Scale(range=["#f4f4f6", POSITIVE], domain=[0, 1], interpolate="rgb"),
-        title="both / either",
-    )
+    scale = alt.Scale(range=["#f4f4f6", POSITIVE], domain=[0, 1], interpolate="rgb")
     ink = alt.condition("datum.jaccard > 0.6", alt.value("white"), alt.value("#1c1c1e"))
     chart = alt.layer(
-        base.mark_rect().encode(color=color),
+        base.mark_rect().encode(color=alt.Color("jaccard:Q", scale=scale, title="both / either")),
         base.mark_text(fontSize=11).encode(text=alt.Text("jaccard:Q", format=".2f"), color=ink),
     ).properties(width=max(120, 58 * len(names)), height=max(100, 44 * len(names)))
     pairs = rows[rows.a < rows.b]

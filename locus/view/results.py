@@ -74,13 +74,13 @@ def before_after(
     likeliest = _words(model, p1.argmax()[None])[0].strip()
     own = f"P({prompt.answer}) {own0:.3g} → {own1:.3g}, length-normalized. " if isinstance(prompt, Fact) else ""
     moves = ", ".join(f"{head} {moved[i]:.3f}" for head, i in zip(chosen, index, strict=True))
-    said = f"most likely before: {words[0].strip()!r} ({float(p0.max()):.2f}), after: {likeliest!r} ({float(p1.max()):.2f})"
+    said = f"before {words[0].strip()!r} ({float(p0.max()):.2f}), after {likeliest!r} ({float(p1.max()):.2f})"
     return View(
         f"“{_say(prompt.prompt if isinstance(prompt, Fact) else prompt)}” before and after the update, {model.name}",
         f"n = 1 prompt, {len(before)} tokens; {update.n_changed:,} entries changed, {update.objective!r}. {own}Above: "
         "the most likely next tokens. Below: attention before, after and the change (positive orange, negative blue); "
         f"mean total variation: {moves}.",
-        f"{own}Next token: {said}. Attention moved by: {moves}.",
+        f"{own}Most likely next token: {said}. Attention moved by: {moves}.",
         (Panel(_answers(rows)), heads_panel(names, patterns, _words(model, tokens[0]), signed=True)),
     )
 

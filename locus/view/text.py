@@ -205,6 +205,7 @@ def heads_panel(
         ]
     )
     size = max(70, min(150, 12 * len(words)))
+    columns = 3 if signed else max(1, 560 // (size + 50))
     shown = alt.Axis(labels=len(words) <= 12, ticks=False, labelLimit=60, labelFontSize=8, title=None)
     scale = diverging(1.0) if signed else alt.Scale(range=["#ffffff", POSITIVE], domain=[0, 1], interpolate="rgb")
     chart = (
@@ -214,7 +215,7 @@ def heads_panel(
             x=alt.X("to:N", sort=labels, axis=shown),
             y=alt.Y("from:N", sort=labels, axis=shown),
             color=alt.Color("attention:Q", scale=scale),
-            facet=alt.Facet("head:N", columns=max(1, 560 // (size + 50)), sort=list(names), title=None),
+            facet=alt.Facet("head:N", columns=columns, sort=list(names), title=None),
         )
         .properties(width=size, height=size)
     )
@@ -271,7 +272,7 @@ def _token_view(
     ]
     return View(
         title,
-        f"n = {len(labels)} neurons, {len(words)} tokens; {what}, all rows on one scale: positive orange, 0 white, "
+        f"n = {len(labels)} neurons, {len(words)} tokens; {what}, all rows on one scale: positive orange, 0 neutral, "
         f"negative blue, at most {float(values.abs().max()):.3g} in size. {said}",
         "; ".join(at[:8]) + ".",
         (tokens_panel(labels, words, values),),
@@ -285,7 +286,7 @@ def _bars(title: str, found: list[tuple[str, float]]) -> Any:
         chart_of(rows)
         .mark_bar()
         .encode(
-            x=alt.X("attribution:Q", title=f"attribution to {title}"),
+            x=alt.X("attribution:Q", title=f"attribution to {title}", axis=alt.Axis(format="~g", tickCount=6)),
             y=alt.Y("component:N", sort=None, title=None),
             color=alt.Color("attribution:Q", scale=diverging(largest), legend=None),
             tooltip=["component:N", alt.Tooltip("attribution:Q", format="+.4~g")],
