@@ -16,6 +16,7 @@ from locus.scores import Scores
 from locus.view.show import POSITIVE, Panel, View, chart_of, diverging, wide
 
 BINS = 40
+MOST_CELLS = 10_000
 
 
 def grid(scores: Scores, *, kind: str | None = None) -> View:
@@ -207,6 +208,8 @@ def _heat(values: Any, columns: list[str], axis: str, label: Any, *, title: str,
     where = np.argwhere(np.isfinite(array))
     if not len(where):
         raise ValueError(f"{title}: there is no finite value to draw")
+    if len(where) > MOST_CELLS:
+        raise ValueError(f"{len(where):,} cells are more than {MOST_CELLS:,}, and none would be seen; draw a density")
     found = [(int(i), columns[j], label(int(i), int(j)), float(array[i, j])) for i, j in where]
     rows = pd.DataFrame(found, columns=["layer", "column", "label", "value"])
     largest = float(rows.value.abs().max())
@@ -218,7 +221,7 @@ def _heat(values: Any, columns: list[str], axis: str, label: Any, *, title: str,
                 "column:N",
                 sort=columns,
                 title=axis,
-                axis=alt.Axis(labelAngle=-45 if tokens_like(columns) else 0, labelLimit=90, labelOverlap=True),
+                axis=alt.Axis(labelAngle=-45 if _worded(columns) else 0, labelLimit=90, labelOverlap=True),
             ),
             y=alt.Y("layer:O", sort="descending", title="layer"),
             color=alt.Color("value:Q", scale=diverging(largest), title=None),
@@ -238,7 +241,7 @@ def _heat(values: Any, columns: list[str], axis: str, label: Any, *, title: str,
     )
 
 
-def tokens_like(columns: Sequence[str]) -> bool:
+def _worded(columns: Sequence[str]) -> bool:
     return any(len(column) > 3 for column in columns)
 
 

@@ -26,7 +26,6 @@ from locus.folder import write
 
 PICTURES = {".svg": "svg", ".png": "png", ".pdf": "pdf"}
 # Zero is neutral; positive orange and negative blue can be told apart by the color-blind.
-DIVERGING = "blueorange"
 POSITIVE, NEGATIVE = "#B35806", "#2166AC"
 # Of pictures of charts that are as wide as their place on a page.
 PICTURE_WIDTH = 520
@@ -149,7 +148,7 @@ def wide(chart: Any, height: int) -> Any:
 def diverging(largest: float) -> alt.Scale:
     """Colors of signed numbers, as far below 0 as above it."""
     largest = largest or 1.0
-    return alt.Scale(scheme=DIVERGING, domain=[-largest, largest])
+    return alt.Scale(scheme="blueorange", domain=[-largest, largest])
 
 
 def _joined(view: View) -> Any:

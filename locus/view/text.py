@@ -184,6 +184,7 @@ def heads_panel(
     names: Sequence[str], patterns: Float[np.ndarray, "head query key"], words: Sequence[str], *, signed: bool = False
 ) -> Panel:
     """Attention patterns: CircuitsVis where scripts run, else one heat map a head."""
+    _finite(patterns)
     props = {
         "attention": np.round(patterns, 4).tolist(),
         "attentionHeadNames": list(names),
@@ -224,6 +225,7 @@ def heads_panel(
 
 def tokens_panel(labels: Sequence[str], words: Sequence[str], values: Float[Tensor, "row pos"]) -> Panel:
     """Tokens colored by numbers, one row a label, all on one scale around 0."""
+    _finite(values)
     largest = float(values.abs().max()) or 1.0
     elements = tuple(
         Element(
@@ -310,10 +312,12 @@ def _heads(
     chosen += [Component(i, "head", j) for i in layers or () for j in range(model.cfg.n_heads)]
     said = ""
     if scores is not None:
+        _require_model(model, scores)
         mean = dict(zip(scores.components.items, scores.mean().tolist(), strict=True))
         mean = {head: value for head, value in mean.items() if head.kind == "head"}
-        if missing := [head for head in chosen if head not in mean] or ([] if mean else ["any head"]):
-            raise ValueError(f"these scores say nothing of {missing[0]}; score components='head'")
+        missing = [str(head) for head in chosen if head not in mean]
+        if missing or not mean:
+            raise ValueError(f"these scores say nothing of {(missing or ['heads'])[0]}; score components='head'")
         chosen = sorted(chosen or mean, key=lambda head: -mean[head])[: None if chosen else top]
         said = f"Sorted by {scores.metric.replace('_', ' ')} of {scores.method!r}, n = {len(scores.values)} facts: "
         said += ", ".join(f"{head} {mean[head]:+.3g}" for head in chosen[:3]) + (", …" if len(chosen) > 3 else ".")
@@ -323,7 +327,7 @@ def _heads(
         raise ValueError(f"{len(chosen)} heads are more than can be told apart; choose {MOST_HEADS} at the most")
     if wrong := [head for head in chosen if head not in known]:
         raise ValueError(
-            f"{model.name} has no head {wrong[0]}; it has {model.cfg.n_layers} layers of {model.cfg.n_heads}"
+            f"{model.name} has no head {wrong[0]}: it has {model.cfg.n_layers} layers of {model.cfg.n_heads}"
         )
     return list(dict.fromkeys(chosen)), said
 
@@ -331,8 +335,7 @@ def _heads(
 def _neurons(model: Any, given: Scores | Sequence[str | Component], top: int) -> tuple[list[Component], str]:
     said = ""
     if isinstance(given, Scores):
-        if given.components.model != model.fingerprint:
-            raise ValueError(f"these scores belong to model {given.components.model}, not to {model.name}")
+        _require_model(model, given)
         order = torch.argsort(given.mean(), descending=True, stable=True).tolist()
         chosen = [given.components[i] for i in order[:top]]
         said = f"The top {len(chosen)} of {len(order)} by {given.metric.replace('_', ' ')} of {given.method!r}."
@@ -345,6 +348,16 @@ def _neurons(model: Any, given: Scores | Sequence[str | Component], top: int) ->
     if not chosen:
         raise ValueError('name at least one neuron, such as "L3N12"')
     return chosen, said
+
+
+def _require_model(model: Any, scores: Scores) -> None:
+    if scores.components.model != model.fingerprint:
+        raise ValueError(f"these scores belong to model {scores.components.model}, not to {model.name}")
+
+
+def _finite(values: Any) -> None:
+    if not bool(torch.as_tensor(values).isfinite().all()):
+        raise ValueError("the model's activations or gradients on this text are not finite; nothing can be drawn")
 
 
 def _has(model: Any, kind: str) -> bool:
