@@ -27,7 +27,6 @@ class Opened:
     def drawn(self, n: int, seconds: float = 20) -> None:
         """Wait until n views are drawn."""
         self.tab.wait_for_function(f"window.locusViews && window.locusViews.drawn >= {n}", timeout=seconds * 1000)
-        self.tab.wait_for_timeout(50)  # React draws a moment after it was asked to
 
 
 @contextmanager

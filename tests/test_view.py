@@ -1,14 +1,12 @@
 import json
 import re
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import small
 import torch
 from browser import CHROMIUM, browser, opened
-from helpers import contrast_pairs
+from helpers import ARCHITECTURES, contrast_pairs
 from synthetic import synthetic_study
 
 import locus
@@ -17,7 +15,7 @@ from locus.components import site
 from locus.evaluate import evaluate
 from locus.metrics import log_probability, logit_difference
 from locus.scores import Scores
-from locus.view.show import Element, Panel, View
+from locus.view.show import Panel, View
 from locus.view.text import _literal
 
 EDGES = [
@@ -29,7 +27,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as 
 
 def digest(model) -> str:
     """Of the weights as they are, however they were written."""
-    return str([(name, float(weight.double().sum())) for name, weight in model.weights.items()]) + model.state
+    return str([(name, float(weight.detach().double().sum())) for name, weight in model.weights.items()]) + model.state
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +119,7 @@ def test_the_page_shows_the_labels_of_each_view(name, views, shown):
     made, words = views[name]
     for word in [made.title, *words]:
         assert word in shown[0][name], word
-    assert re.search(r"n = \d|Share of each layer", made.caption) and len(made.alt) > 20
+    assert re.search(r"n = (forget )?\d|Share of each layer", made.caption) and len(made.alt) > 20
     # The drawing has taken the place of the words that stand for it.
     assert made.alt not in shown[0][name]
 
@@ -190,9 +188,11 @@ def test_a_notebook_has_the_script_once_and_views_are_pictures_without_it(runnin
 
 @needs_browser
 def test_what_cannot_be_drawn_stays_in_words(running, views, tmp_path):
-    broken = View(
-        "Broken", "n = 1", "These words.", (Panel(views["grid"][0].panels[0].chart, (Element("Nothing", {}),)),)
-    )
+    class Broken:
+        def to_dict(self) -> dict:
+            return {"hconcat": 3}
+
+    broken = View("Broken", "n = 1", "These words.", (views["grid"][0].panels[0], Panel(Broken())))
     path = broken.save(tmp_path / "broken.html")
     with opened(running, path) as page:
         page.tab.wait_for_function("window.locusViews && locusViews.errors.length == 1")
@@ -252,8 +252,8 @@ def test_errors_name_the_way_out(data, views):
         view.overlap({"one": data["mask"]})
     with pytest.raises(ValueError, match="0 edges"):
         view.circuit([])
-    with pytest.raises(ValueError, match="at least one View, and got int"):
-        view.page([views["grid"][0], 3], title="x")
+    with pytest.raises(ValueError, match="at least one View, and got no view"):
+        view.page([], title="x")
     with pytest.raises(ValueError, match="no finite value"):
         view.sweep(torch.full((2, 2), torch.nan))
     with pytest.raises(ValueError, match="draw a density"):
@@ -285,7 +285,8 @@ def test_attention_equals_hugging_faces(any_model):
     props = made.panels[0].elements[0].props
     assert props["attentionHeadNames"] == [f"L{i}H{j}" for i in (0, 2) for j in range(4)]
     assert props["tokens"] == words.split()
-    hf = any_model.bridge.original_model
+    # The same weights without the bridge, which replaces the attention.
+    hf = ARCHITECTURES[any_model.name]().double()
     tokens = torch.tensor([any_model.tokenizer(words)["input_ids"]])
     hf.set_attn_implementation("eager")
     with torch.no_grad():
@@ -354,18 +355,21 @@ def test_attribution_is_the_slope_of_the_metric_in_each_activation(llama):
 
             return scale
 
-        return (metric(name, by(1 + 1e-5)) - metric(name, by(1 - 1e-5))) / 2e-5
+        # Hugging Face's norm computes in float32 whatever the weights are, so smaller steps are lost in rounding.
+        return (metric(name, by(1 + 3e-3)) - metric(name, by(1 - 3e-3))) / 6e-3
 
-    every = slice(None)
-    by_token = made.panels[0].elements[0].props["values"]
-    for i, value in enumerate(by_token):
-        assert value == pytest.approx(slope("blocks.0.hook_resid_pre", (0, i)), rel=2e-3, abs=1e-7)
+    embeddings = llama.weights["model.embed_tokens.weight"][tokens].detach().requires_grad_()
+    log_p = ARCHITECTURES["llama"]().double()(inputs_embeds=embeddings).logits[:, 2:4].log_softmax(-1)
+    (gradient,) = torch.autograd.grad(log_p.gather(-1, answer[..., None]).mean(), embeddings)
+    expected = (embeddings * gradient).sum(-1)[0].tolist()
+    assert made.panels[0].elements[0].props["values"] == pytest.approx(expected, rel=2e-3)
     for panel in made.panels[1:]:
         found = rows(panel.chart)
-        assert len(found) == 4
+        assert len(found) == 4 and max(abs(row["attribution"]) for row in found) > 0.02
         for row in found:
             c = locus.Component.parse(row["component"])
-            assert row["attribution"] == pytest.approx(slope(site(c), (every, every, c.index)), rel=1e-3, abs=1e-8)
+            by_steps = slope(site(c), (slice(None), slice(None), c.index))
+            assert row["attribution"] == pytest.approx(by_steps, rel=5e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["attribution", "neurons", "attention", "before_after", "neuron_attributions"])
@@ -382,7 +386,7 @@ def test_looking_changes_nothing(data, method):
         ),
     }[method]()
     assert digest(model) == before and hooks.count(model) == registered
-    assert all(p.grad is None for p in model.bridge.parameters())
+    assert all(p.requires_grad for p in model.bridge.parameters())
 
 
 def test_before_and_after_are_the_models_own_probabilities(data):
@@ -449,8 +453,8 @@ def test_overlap_counts_parameters(data):
     neurons = data["model"].components("neuron")
     a = locus.Mask(neurons, torch.arange(144) < 60)
     b = locus.Mask(neurons, (torch.arange(144) >= 40) & (torch.arange(144) < 80))
-    chart = view.overlap({"a": a, "b": b}).panels[0].chart.to_dict()["layer"][0]
-    one = next(r for r in chart["data"]["values"] if (r["a"], r["b"]) == ("a", "b"))
+    found = rows(view.overlap({"a": a, "b": b}).panels[0].chart)
+    one = next(r for r in found if (r["a"], r["b"]) == ("a", "b"))
     assert one["jaccard"] == pytest.approx(20 / 80)
     assert one["chance"] == pytest.approx((60 * 40 / 144) / (60 + 40 - 60 * 40 / 144), rel=1e-4)
 
@@ -501,4 +505,3 @@ def test_words_survive(data):
     assert _literal("<bos>") == "<\u2060bos>" and _literal("Paris") == "Paris"
     made = view.neurons(data["model"], "w1 w2", ["L0N0"])
     assert json.loads(json.dumps(made.panels[0].elements[0].props))["tokens"] == ["w1", "w2"]
-    assert str(Path("x")) and shutil.which("python")

@@ -92,13 +92,13 @@ def _of(name: str) -> str:
     return name.split(".")[0]
 
 
-def _curve(a: tuple[float, int], b: tuple[float, int]) -> list[tuple[float, float]]:
+def _curve(a: tuple[float, float], b: tuple[float, float]) -> list[tuple[float, float]]:
     """From a to b; an edge that passes other rows bends around what stands there."""
     bend = 0.09 * min(abs(b[1] - a[1]) - 1, 4) * (1 if b[0] >= a[0] else -1)
     return [a, ((a[0] + b[0]) / 2 + bend, (a[1] + b[1]) / 2), b]
 
 
-def _places(names: list[str], edges: list[tuple[str, str]]) -> dict[str, tuple[float, int]]:
+def _places(names: list[str], edges: list[tuple[str, str]]) -> dict[str, tuple[float, float]]:
     """Where each node stands: (0..1, row), rows in the order of the computation without gaps."""
     leaves = {a for a, _ in edges}
     depth = {}
@@ -109,7 +109,7 @@ def _places(names: list[str], edges: list[tuple[str, str]]) -> dict[str, tuple[f
         except ValueError:
             depth[name] = 0 if name in leaves else 10**6
     order = sorted(set(depth.values()))
-    row = {name: order.index(d) for name, d in depth.items()}
+    row = {name: float(order.index(d)) for name, d in depth.items()}
     x: dict[str, float] = {}
     for level in range(len(order)):
         here = [name for name in names if row[name] == level]

@@ -19,7 +19,7 @@
   const chart = (panel, spec) => vegaEmbed(panel, spec, {
     renderer: "svg", config: theme(panel), actions: { export: true, source: false, compiled: false, editor: false },
   });
-  const elements = (panel, list) => {
+  const elements = async (panel, list) => {
     panel.classList.add("locus-paper");
     panel.replaceChildren(...list.map(({ label, name, props }) => {
       const row = document.createElement("div"), place = document.createElement("div");
@@ -29,8 +29,13 @@
       place.id = `locus-element-${++state.count}`;
       return row;
     }));
-    list.forEach(({ name, props }, i) =>
-      CircuitsVis.render(panel.children[i].lastElementChild.id, CircuitsVis[name], props));
+    const places = [...panel.children].map((row) => row.lastElementChild);
+    list.forEach(({ name, props }, i) => CircuitsVis.render(places[i].id, CircuitsVis[name], props));
+    // React draws when it has time to; where it fails, it leaves nothing.
+    for (let waited = 0; places.some((place) => !place.firstElementChild); waited += 20) {
+      if (waited > 20000) throw new Error(`${list[0].name} was not drawn`);
+      await new Promise((done) => setTimeout(done, 20));
+    }
   };
   const draw = async (view) => {
     if (view.dataset.drawn) return;
