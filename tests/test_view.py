@@ -289,6 +289,7 @@ def test_attention_equals_hugging_faces(any_model):
     hf = ARCHITECTURES[any_model.name]().double()
     tokens = torch.tensor([any_model.tokenizer(words)["input_ids"]])
     hf.set_attn_implementation("eager")
+    hf.set_experts_implementation("eager")
     with torch.no_grad():
         patterns = hf(tokens, output_attentions=True).attentions
     expected = torch.cat([patterns[0][0], patterns[2][0]])
