@@ -224,13 +224,18 @@ def _heat(values: Any, columns: list[str], axis: str, label: Any, *, title: str,
                 axis=alt.Axis(labelAngle=-45 if _worded(columns) else 0, labelLimit=90, labelOverlap=True),
             ),
             y=alt.Y("layer:O", sort="descending", title="layer"),
-            color=alt.Color("value:Q", scale=diverging(largest), title=None),
+            color=alt.Color(
+                "value:Q",
+                scale=diverging(largest),
+                title=None,
+                legend=alt.Legend(orient="top", gradientLength=140),
+            ),
             tooltip=[alt.Tooltip("label:N", title=axis), alt.Tooltip("value:Q", format="+.4~g")],
         )
     )
     height = max(70, min(18 if array.shape[0] <= 16 else 13, 26) * array.shape[0])
     chart = (
-        wide(chart, height) if len(columns) > 16 else chart.properties(width=max(90, 36 * len(columns)), height=height)
+        wide(chart, height) if len(columns) > 16 else chart.properties(width=max(90, 30 * len(columns)), height=height)
     )
     best = rows.reindex(rows.value.abs().sort_values(ascending=False).index).head(5)
     return View(

@@ -133,7 +133,7 @@ def mask(chosen: Mask) -> View:
         chart_of(rows)
         .mark_bar(color=POSITIVE)
         .encode(
-            x=alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0)),
+            x=alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
             y=alt.Y("share:Q", title="may change", axis=alt.Axis(format="%")),
             tooltip=["layer:O", alt.Tooltip("share:Q", format=".2%"), "components:Q"],
         )

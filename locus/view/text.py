@@ -81,13 +81,16 @@ def neurons(
     tokens, words = _read(model, text)
     found = hooks.states(model, tokens, torch.ones_like(tokens, dtype=torch.bool), sorted({site(c) for c in chosen}))
     values = torch.stack([found[site(c)][0, :, c.index] for c in chosen]).float().cpu()
-    return _token_view(
+    _finite(values)
+    # What one neuron fires at says nothing of another one's scale.
+    largest = values.abs().amax(1).clamp(min=torch.finfo(values.dtype).tiny)
+    labels = [f"{c} ±{top:.3g}" for c, top in zip(chosen, largest.tolist(), strict=True)]
+    return View(
         f"Neuron activations on “{_say(text)}”, {model.name}",
-        "activation after the nonlinearity",
-        said,
-        [str(c) for c in chosen],
-        words,
-        values,
+        f"n = {len(chosen)} neurons, {len(words)} tokens; activation after the nonlinearity, each row on its own "
+        f"scale, whose end is beside its name: positive orange, 0 neutral, negative blue. {said}",
+        _most(labels, words, values),
+        (tokens_panel(labels, words, values, largest),),
     )
 
 
@@ -126,13 +129,14 @@ def neuron_attributions(
         ]
     )
     words = _words(model, pair.clean[0].cpu()[inside])
-    return _token_view(
+    labels = [f"{c} {total:+.3g}" for c, total in zip(chosen, values.sum(1).tolist(), strict=True)]
+    return View(
         f"Neuron attributions for “{pair.facts[0].prompt} {pair.facts[0].answer}”, {model.name}",
-        f"attribution patching of {_name(metric)}, denoising",
-        said,
-        [f"{c} {total:+.3g}" for c, total in zip(chosen, values.sum(1).tolist(), strict=True)],
-        words,
-        values,
+        f"n = {len(chosen)} neurons, {len(words)} tokens of 1 fact; attribution patching (denoising) of "
+        f"{_name(metric)}, its sum beside each name; all rows on one scale: positive orange, 0 neutral, "
+        f"negative blue, at most {float(values.abs().max()):.3g} in size. {said}",
+        _most(labels, words, values),
+        (tokens_panel(labels, words, values),),
     )
 
 
@@ -147,7 +151,7 @@ def attribution(
     the metric; positive = supports the answer. No contrast: for that, `locus.localize`.
 
     prompt, answer: a fact, or a prompt and its answer
-    metric: of the answer's logits; by default the mean log probability of its tokens, in nats
+    metric: of the answer's logits, without a distractor; by default the mean log probability of its tokens, in nats
     top: how many heads and neurons, by absolute value
     """
     fact = prompt if isinstance(prompt, Fact) else Fact("subject", "text", prompt, answer or "")
@@ -223,62 +227,56 @@ def heads_panel(
     return Panel(chart, (Element("AttentionHeads", props),))
 
 
-def tokens_panel(labels: Sequence[str], words: Sequence[str], values: Float[Tensor, "row pos"]) -> Panel:
-    """Tokens colored by numbers, one row a label, all on one scale around 0."""
+def tokens_panel(
+    labels: Sequence[str],
+    words: Sequence[str],
+    values: Float[Tensor, "row pos"],
+    ends: Float[Tensor, " row"] | None = None,
+) -> Panel:
+    """Tokens colored by numbers, one row a label, on a scale around 0 that goes to `ends`, by default the same."""
     _finite(values)
-    largest = float(values.abs().max()) or 1.0
+    ends = torch.full((len(values),), float(values.abs().max()) or 1.0) if ends is None else ends
     elements = tuple(
         Element(
             "ColoredTokens",
             {
                 "tokens": [_literal(word) for word in words],
                 "values": [float(f"{v:.4g}") for v in row],
-                "minValue": -largest,
-                "maxValue": largest,
+                "minValue": -end,
+                "maxValue": end,
                 "positiveColor": POSITIVE,
                 "negativeColor": NEGATIVE,
                 "paddingBottom": 0,
             },
             label,
         )
-        for label, row in zip(labels, values.tolist(), strict=True)
+        for label, row, end in zip(labels, values.tolist(), ends.tolist(), strict=True)
     )
     columns = [f"{word.strip() or '␣'} {i}" for i, word in enumerate(words)]
-    rows = pd.DataFrame(
-        [
-            (label, column, v)
-            for label, row in zip(labels, values.tolist(), strict=True)
-            for column, v in zip(columns, row, strict=True)
-        ],
-        columns=["row", "token", "value"],
-    )
+    one = len(set(ends.tolist())) == 1
+    shown = values if one else values / ends[:, None]
+    found = [
+        (a, b, v) for a, row in zip(labels, shown.tolist(), strict=True) for b, v in zip(columns, row, strict=True)
+    ]
+    scale = diverging(float(ends[0]) if one else 1.0)
     chart = (
-        chart_of(rows)
+        chart_of(pd.DataFrame(found, columns=["row", "token", "value"]))
         .mark_rect()
         .encode(
             x=alt.X("token:N", sort=columns, title=None, axis=alt.Axis(labelAngle=-45, labelLimit=90)),
             y=alt.Y("row:N", sort=list(labels), title=None),
-            color=alt.Color("value:Q", scale=diverging(largest), title=None),
+            color=alt.Color("value:Q", scale=scale, title=None if one else "of ±"),
         )
         .properties(width=min(40 * len(words), 560), height=max(26, 22 * len(labels)))
     )
     return Panel(chart, elements)
 
 
-def _token_view(
-    title: str, what: str, said: str, labels: list[str], words: list[str], values: Float[Tensor, "row pos"]
-) -> View:
-    at = [
-        f"{label}: most at {words[int(row.abs().argmax())]!r} ({float(row[row.abs().argmax()]):+.3g})"
-        for label, row in zip(labels, values, strict=True)
-    ]
-    return View(
-        title,
-        f"n = {len(labels)} neurons, {len(words)} tokens; {what}, all rows on one scale: positive orange, 0 neutral, "
-        f"negative blue, at most {float(values.abs().max()):.3g} in size. {said}",
-        "; ".join(at[:8]) + ".",
-        (tokens_panel(labels, words, values),),
-    )
+def _most(labels: list[str], words: list[str], values: Float[Tensor, "row pos"]) -> str:
+    """For each of the first rows, the token with its largest value."""
+    at = values.abs().argmax(1).tolist()
+    found = zip(labels[:8], values.tolist(), at, strict=False)
+    return "; ".join(f"{label}: most at {words[i]!r} ({row[i]:+.3g})" for label, row, i in found) + "."
 
 
 def _bars(title: str, found: list[tuple[str, float]]) -> Any:
@@ -347,7 +345,7 @@ def _neurons(model: Any, given: Scores | Sequence[str | Component], top: int) ->
             raise ValueError(f"{c} is no neuron of {model.name}, which has {model.cfg.n_layers} layers of {wide}")
     if not chosen:
         raise ValueError('name at least one neuron, such as "L3N12"')
-    return chosen, said
+    return list(dict.fromkeys(chosen)), said
 
 
 def _require_model(model: Any, scores: Scores) -> None:
