@@ -158,7 +158,7 @@ def test_a_page_fits_a_phone_and_can_be_read(running, views, tmp_path, dark):
         bright = [sum(map(int, re.findall(r"\d+", color)[:3])) / 3 for color in (ground, ink)]
         assert abs(bright[0] - bright[1]) > 150
         zoomed = page.tab.locator("#view-1 canvas").last.bounding_box()
-        assert zoomed["width"] > 100
+        assert zoomed["width"] > 250
 
 
 @needs_browser
