@@ -3,6 +3,7 @@
 from locus import attacks as attacks
 from locus import facts as facts
 from locus import patching as patching
+from locus import view as view
 from locus.attacks import attack as attack
 from locus.attacks import relearn as relearn
 from locus.components import Component as Component

@@ -60,7 +60,7 @@ def states(
     attention_mask: Bool[Tensor, "batch pos"],
     names: Sequence[str],
     chunk: int = 64,
-) -> dict[str, Float[Tensor, "batch pos d_model"]]:
+) -> dict[str, Float[Tensor, "batch ..."]]:
     """Activations at the named hooks, in the order of the names, without gradients; `chunk` rows a forward pass."""
     parts: list[dict[str, Tensor]] = []
     for rows in torch.arange(len(tokens)).split(chunk):

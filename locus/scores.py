@@ -105,6 +105,13 @@ class Scores:
         best = ", ".join(f"{row.component} {row.score:+.3g}" for row in self.top(3).itertuples())
         return f"Scores({m} {kinds} components x {n} facts, {self.method!r}, {self.metric}; top: {best})"
 
+    def _repr_html_(self) -> str:
+        from locus.view import density, grid, ranking
+
+        kinds = set(self.components.kinds)
+        chart = ranking if len(kinds) > 1 else density if kinds <= {"neuron", "value"} else grid
+        return chart(self)._repr_html_()
+
     def mean(self) -> Float[Tensor, " component"]:
         """Mean over the facts."""
         return self.values.mean(0)
