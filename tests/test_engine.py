@@ -414,7 +414,7 @@ def test_no_full_gradient_exists(split):
 
 
 class Created(TorchDispatchMode):
-    """Notes the shape of every new tensor of some operations."""
+    """Notes the shape of every new tensor."""
 
     def __init__(self):
         super().__init__()
@@ -422,12 +422,8 @@ class Created(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        # A copy of a weight, and one with new values in it, is not a gradient.
-        if (
-            isinstance(made, torch.Tensor)
-            and not func.is_view
-            and func.name() not in ("aten::index_copy", "aten::clone")
-        ):
+        copies = func.name() in ("aten::index_copy", "aten::clone")  # of a weight, with new values in it: no gradient
+        if isinstance(made, torch.Tensor) and not func.is_view and not copies:
             self.shapes.append(tuple(made.shape))
         return made
 
@@ -453,8 +449,9 @@ def test_no_full_weight_gradient_exists(architecture, dtype, structure, split):
     model = hooked(architecture, dtype)
     mask = {n: m for n, m in draw(model, structure).items() if m.ndim == 2}
     full = {s for n in mask for s in (tuple(model.weights[n].shape), tuple(model.weights[n].T.shape))}
-    compacts = {s for leaf in leaves(model, mask) for s in (tuple(leaf.values.shape), tuple(leaf.values.T.shape))}
-    assert len(full - compacts) >= 4 and not (full - compacts) & created(model, split, ParameterMask(mask))
+    # Some compact gradients happen to have the shape of another weight.
+    full -= {s for leaf in leaves(model, mask) for s in (tuple(leaf.values.shape), tuple(leaf.values.shape)[::-1])}
+    assert len(full) >= 3 and not full & created(model, split, ParameterMask(mask))
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "olmoe"])
@@ -478,12 +475,12 @@ def test_a_full_weight_gradient_would_be_seen(split):
     assert tuple(mask.shape) in created(model, split, ParameterMask({name: mask}))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "mixtral"])
-@pytest.mark.parametrize("structure", ["mixed", "entries"])
-def test_recomputed_activations_give_the_same_bits(structure, architecture, dtype, split):
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [("llama", torch.bfloat16), ("gpt_neox", torch.float32), ("mixtral", torch.float32)]
+)
+def test_recomputed_activations_give_the_same_bits(architecture, dtype, split):
     model = hooked(architecture, dtype)
-    mask = draw(model, structure)
+    mask = draw(model, "mixed")
     for objective in (NPO(retain="kl"), DPO(refusal="w5"), RMU(layer=1)):
         registered = hooks.count(model)
         kept, again = (
@@ -522,7 +519,7 @@ def test_recomputed_activations_are_not_kept(split):
 
 
 @pytest.mark.parametrize("objective", [NPO(), NPO(retain="kl"), RMU(layer=1), RMU(layer=2, retain="kl")])
-@pytest.mark.parametrize("structure", ["rows", "entries", "full"])
+@pytest.mark.parametrize("structure", ["mixed", "full"])
 def test_continuing_from_a_layer_equals_whole_passes(structure, objective, split):
     """The slow path, for models that cannot be continued, is the fast one's twin."""
     model = hooked("llama")
@@ -568,8 +565,7 @@ def test_losses_are_those_of_the_stored_weights(split):
     assert gap < 0.02 < 0.1 < abs(update.history[0]["loss"] - update.history[-1]["loss"])
 
 
-@pytest.mark.parametrize("structure", ["rows", "entries", "mixed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("structure", "dtype"), [("mixed", torch.float32), ("rows", torch.bfloat16)])
 @pytest.mark.parametrize("optimizer", [AdamW(lr=1e-2, weight_decay=0.5), SGD(lr=0.05, momentum=0.9, weight_decay=0.1)])
 def test_nothing_outside_the_mask_moves(optimizer, dtype, structure, split, tmp_path):
     """Weight decay, momentum, clipping, accumulation, bfloat16, and a run that goes on from a saved one."""
