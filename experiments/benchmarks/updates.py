@@ -34,7 +34,7 @@ import locus
 from locus import worlds
 from locus.facts import Fact, Facts, FactSplit, encode
 
-SIDES: dict[str, dict[str, Any]] = {"locus": {}}
+SIDES: dict[str, dict[str, Any]] = {"locus": {}, "locus, recompute": {"recompute": True}}
 WHERE = ("anywhere", "last third", "single weights")
 
 
@@ -144,22 +144,19 @@ def whole(model: Any, mask: Any) -> dict[str, torch.Tensor]:
     return {name: mask.get(name, torch.zeros(p.shape, dtype=torch.bool)) for name, p in model.weights.items()}
 
 
-def alone(side: str, name: str, mask_file: str) -> None:
+def alone(side: str, name: str, where: str, mask_file: str) -> None:
     """What a process that measures its own memory does: a few steps of one side; prints its peak in MB."""
-    masks = {} if side == "nothing" else load_file(mask_file)
     if side == "dense":
         model = plain(name)
         tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
         split = prompts(tokenizer)
         facts = [*split.forget, *split.retain]
         encoded = encode(SimpleNamespace(tokenizer=tokenizer, device=model.device), facts)
-        dense(model, split, masks, 2, encoded)
+        dense(model, split, load_file(mask_file), 2, encoded)
     else:
         model = locus.load(name, quiet=True)
-        if masks:
-            mask = locus.Mask.from_tensors({n: m for n, m in masks.items() if m.any()}, model)
-            del masks
-            compact(model, prompts(model.tokenizer), mask, 2, **SIDES[side])
+        if side in SIDES:
+            compact(model, prompts(model.tokenizer), mask_of(model, where), 2, **SIDES[side])
     # Not getrusage: its peak is inherited from the process that started this one.
     status = Path("/proc/self/status").read_text()
     print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
@@ -186,7 +183,7 @@ def measure(name: str, repeats: int, steps: int, places: Sequence[str] = WHERE) 
                 for side, settings in SIDES.items():
                     seconds[side].append(median(compact(model, split, mask, steps, **settings)))
                 seconds["dense"].append(median(dense(hf_model, split, masks, steps, encoded)))
-            memory = {side: peak(side, name, file) for side in (*SIDES, "dense", "nothing")}
+            memory = {side: peak(side, name, where, file) for side in (*SIDES, "dense", "nothing")}
             for side in SIDES:
                 yield Row(
                     where, side, seconds[side], seconds["dense"], memory[side], memory["dense"], memory["nothing"]
@@ -199,7 +196,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--places", nargs="+", default=WHERE, choices=WHERE)
-    parser.add_argument("--alone", nargs=3, metavar=("SIDE", "MODEL", "MASK"), help="measure the memory of one side")
+    parser.add_argument(
+        "--alone", nargs=4, metavar=("SIDE", "MODEL", "PLACE", "MASK"), help="measure the memory of one side"
+    )
     options = parser.parse_args()
     if options.alone:
         return alone(*options.alone)
