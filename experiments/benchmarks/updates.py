@@ -9,7 +9,7 @@ same 32 forget and 32 retain prompts of 10 tokens, 2 of them the answer.
 
 Times are of single steps, taken in turn in one process: one run of each, again and again; the first step of each
 run warms up and does not count. Memory is the peak resident set of a process that does nothing else, weights and
-libraries included; "above loading" leaves out what a process that only loads the model has.
+libraries included, beside that of a process that only loads the model.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import locus
 from locus import worlds
 from locus.facts import Fact, Facts, FactSplit, encode
 
-SIDES: dict[str, dict[str, Any]] = {"locus": {}, "locus, recompute": {"recompute": True}}
+VARIANTS: dict[str, dict[str, Any]] = {"": {}, ", recomputed": {"recompute": True}}
 WHERE = ("anywhere", "last third", "single weights")
 
 
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     """One comparison: seconds a step of each repeat, and peak memory in MB."""
 
     where: str
-    side: str
+    variant: str
     ours: list[float]
     theirs: list[float]
     memory: float
@@ -55,16 +55,17 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         ours, theirs, ratios = median(self.ours), median(self.theirs), self.ratios
+        name = f"update, 5% {self.where}{self.variant}"
         return (
-            f"update, 5% {self.where:14} {self.side:20} {ours:6.2f} s   dense {theirs:6.2f} s   ratio "
-            f"{median(ratios):4.1f} ({min(ratios):.1f} to {max(ratios):.1f})   {self.memory:5.0f} MB of "
-            f"{self.their_memory:5.0f}: {self.memory / self.their_memory:.2f} (loading alone {self.loaded:.0f} MB)"
+            f"{name:38} locus {ours:6.2f} s   dense masking {theirs:6.2f} s   ratio "
+            f"{median(ratios):4.1f} ({min(ratios):.1f} to {max(ratios):.1f})   peak {self.memory:.0f} of "
+            f"{self.their_memory:.0f} MB: {self.memory / self.their_memory:.2f}, loading alone {self.loaded:.0f}"
         )
 
 
 def prompts(tokenizer: Any, n: int = 32, tokens: int = 10) -> FactSplit:
     """n forget and n retain prompts of random words of one token each; the last two are the answer."""
-    whole = sorted(t.removeprefix("Ġ") for t in tokenizer.get_vocab() if t.isalpha() and t.isascii() and t.islower())
+    whole = sorted(t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii() and t.islower())
     words = [word for word in whole if len(tokenizer(f"a {word}")["input_ids"]) == len(tokenizer("a")["input_ids"]) + 1]
     draw = random.Random(0)
     made = []
@@ -155,8 +156,8 @@ def alone(side: str, name: str, where: str, mask_file: str) -> None:
         dense(model, split, load_file(mask_file), 2, encoded)
     else:
         model = locus.load(name, quiet=True)
-        if side in SIDES:
-            compact(model, prompts(model.tokenizer), mask_of(model, where), 2, **SIDES[side])
+        if side in VARIANTS:
+            compact(model, prompts(model.tokenizer), mask_of(model, where), 2, **VARIANTS[side])
     # Not getrusage: its peak is inherited from the process that started this one.
     status = Path("/proc/self/status").read_text()
     print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
@@ -178,13 +179,13 @@ def measure(name: str, repeats: int, steps: int, places: Sequence[str] = WHERE) 
             mask = mask_of(model, where)
             masks, file = whole(model, mask), str(Path(folder) / "mask.safetensors")
             save_file(masks, file)
-            seconds: dict[str, list[float]] = {side: [] for side in (*SIDES, "dense")}
+            seconds: dict[str, list[float]] = {side: [] for side in (*VARIANTS, "dense")}
             for _ in range(repeats):
-                for side, settings in SIDES.items():
+                for side, settings in VARIANTS.items():
                     seconds[side].append(median(compact(model, split, mask, steps, **settings)))
                 seconds["dense"].append(median(dense(hf_model, split, masks, steps, encoded)))
-            memory = {side: peak(side, name, where, file) for side in (*SIDES, "dense", "nothing")}
-            for side in SIDES:
+            memory = {side: peak(side, name, where, file) for side in (*VARIANTS, "dense", "nothing")}
+            for side in VARIANTS:
                 yield Row(
                     where, side, seconds[side], seconds["dense"], memory[side], memory["dense"], memory["nothing"]
                 )
