@@ -6,15 +6,13 @@ any number of changed rows, each of which is computed only from the layer at whi
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -81,35 +79,6 @@ def linear_edit(module: nn.Module, edit: Callable[[Tensor, Tensor], Tensor]) -> 
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def recomputed(model: Any) -> Iterator[None]:
-    """Within the block, each decoder block keeps only its input for the backward pass, which runs it again.
-
-    The backward pass must run inside too, with every edit of the forward pass still in place. The values are the same,
-    bit for bit where the forward pass is deterministic; Chen et al. 2016 (arXiv 1604.06174).
-    """
-    with ExitStack() as stack:
-        for block in model.bridge.blocks:
-            stack.enter_context(instead(block, "forward", partial(checkpoint, block.forward, use_reentrant=False)))
-        yield
-
-
-@contextmanager
-def instead(module: nn.Module, attribute: str, value: Any) -> Iterator[None]:
-    """Within the block, `module.attribute` is something else; what is registered in the module stays as it is."""
-    own = vars(module)  # found before parameters and methods are
-    nothing = object()
-    before = own.get(attribute, nothing)
-    own[attribute] = value
-    try:
-        yield
-    finally:
-        if before is nothing:
-            del own[attribute]
-        else:
-            own[attribute] = before
 
 
 @contextmanager

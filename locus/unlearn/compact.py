@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from locus import hooks
@@ -224,22 +225,51 @@ def edited(found: Sequence[Leaf]) -> Iterator[None]:
             if leaf.in_linear and leaf.structure == "slices":
                 stack.enter_context(hooks.linear_edit(module, leaf.edit))
             elif leaf.in_linear:
-                stack.enter_context(hooks.instead(module, "forward", partial(_scattered_linear, leaf)))
+                stack.enter_context(_instead(module, "forward", partial(_scattered_linear, leaf)))
             elif leaf.in_experts:
                 # The plain loop over experts, which looks them up one by one.
                 plain = partial(type(module).forward.__wrapped__, module)  # type: ignore[attr-defined]
-                stack.enter_context(hooks.instead(module, "forward", plain))
-                stack.enter_context(hooks.instead(module, leaf.owners[0][1], _Experts(leaf)))
+                stack.enter_context(_instead(module, "forward", plain))
+                stack.enter_context(_instead(module, leaf.owners[0][1], _Experts(leaf)))
             else:
                 dense = leaf.dense()
                 for owner, attribute in leaf.owners:
-                    stack.enter_context(hooks.instead(owner, attribute, dense))
+                    stack.enter_context(_instead(owner, attribute, dense))
         yield
 
 
 def _scattered_linear(leaf: Leaf, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
     y = _Scattered.apply(x, leaf.values.to(leaf.live.tensor.dtype), leaf)
     return y if leaf.module.bias is None else y + leaf.module.bias
+
+
+@contextmanager
+def recomputed(model: Any) -> Iterator[None]:
+    """Within the block, each decoder block keeps only its input for the backward pass, which runs it again.
+
+    The backward pass must run inside too, with every edit of the forward pass still in place. The values are the same,
+    bit for bit where the forward pass is deterministic; Chen et al. 2016 (arXiv 1604.06174).
+    """
+    with ExitStack() as stack:
+        for block in model.bridge.blocks:
+            stack.enter_context(_instead(block, "forward", partial(checkpoint, block.forward, use_reentrant=False)))
+        yield
+
+
+@contextmanager
+def _instead(module: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+    """Within the block, `module.attribute` is something else; what is registered in the module stays as it is."""
+    own = vars(module)  # found before parameters and methods are
+    nothing = object()
+    before = own.get(attribute, nothing)
+    own[attribute] = value
+    try:
+        yield
+    finally:
+        if before is nothing:
+            del own[attribute]
+        else:
+            own[attribute] = before
 
 
 def lowest_layer(model: Any, found: Sequence[Leaf]) -> int | None:

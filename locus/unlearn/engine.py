@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from locus import hooks
 from locus.facts import Fact, encode
 from locus.masks import Mask, ParameterMask
-from locus.unlearn.compact import Leaf, edited, entries, leaves, lowest_layer
+from locus.unlearn.compact import Leaf, edited, entries, leaves, lowest_layer, recomputed
 from locus.unlearn.objectives import (
     Answers,
     Internal,
@@ -264,7 +264,7 @@ class _Run:
         with (
             edited(self.found),
             hooks.capture(prompts.model, prompts.sites) as states,
-            hooks.recomputed(prompts.model) if self.recompute else nullcontext(),
+            recomputed(prompts.model) if self.recompute else nullcontext(),
         ):
             logits = prompts.distribution(rows)
             log_probs = prompts.log_probs(logits, rows)
