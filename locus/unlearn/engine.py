@@ -6,7 +6,8 @@ the optimizer cannot reach anything else. The model itself is written to for che
 once, to compare the bits of everything outside the mask before and after.
 
 What makes it fast: no full gradient or optimizer state, the forward pass below the lowest edited block is run
-once for all prompts (`hooks.prefix`), and logits are computed only where an answer token is predicted.
+once for all prompts (`hooks.prefix`), logits are computed only where an answer token is predicted, nothing at tokens
+after the last of these, and what the original model says is kept from one pass before the first step.
 
 The model is used as it is, so without dropout when it is in evaluation mode, as `locus.load` leaves it.
 """
