@@ -254,7 +254,12 @@ def prefix(
 
 def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
     """Final norm, unembedding and the model's soft cap of logits, if it has one."""
-    logits = model.bridge.unembed(model.bridge.ln_final(residual))
+    return unembed_normed(model, model.bridge.ln_final(residual))
+
+
+def unembed_normed(model: Any, normed: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
+    """`unembed` without the final norm."""
+    logits = model.bridge.unembed(normed)
     cap = getattr(model.bridge.original_model.config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
