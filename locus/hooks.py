@@ -7,7 +7,7 @@ any number of changed rows, each of which is computed only from the layer at whi
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -100,11 +100,13 @@ class Start:
         rows: Int[" row"], the batch row of the trace that each one is a copy of.
         edits: hook inside this layer → function of the activations of these rows, [row, pos, …].
         enter: function of the residual stream with which these rows enter the layer.
+        first: Int[" row"], the first position at which each row is changed, if known (`Trace.first_changes`).
     """
 
     rows: Int[Tensor, " row"]
     edits: dict[str, Edit] = field(default_factory=dict)
     enter: Edit | None = None
+    first: Int[Tensor, " row"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,19 +117,33 @@ class Trace:
         model: the `HookedModel`.
         inputs: residual stream entering each block, and last the final norm: [layer + 1][batch, pos, d_model].
         calls: the other arguments of each block.
+        packed: whether rows of `grow` compute only positions from their first change on (see `packs`).
+        sites: activations of this run at other hooks, by name; filled when they are first asked for.
     """
 
     model: Any
     inputs: tuple[Float[Tensor, "batch pos d_model"], ...]
     calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    packed: bool = False
+    sites: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.inputs[0].shape[0]
 
+    def site(self, name: str) -> Float[Tensor, "batch *rest"]:
+        """The activation of the recorded run at a hook inside a block; a router's flat axis is split."""
+        if name not in self.sites:
+            layer = int(name.split(".")[1])
+            with torch.no_grad(), capture(self.model, [name]) as found:
+                self.block(layer, self.inputs[layer], torch.arange(len(self)))
+            self.sites[name] = found[name]
+        value = self.sites[name]
+        return value if value.ndim > 2 else value.unflatten(0, self.inputs[0].shape[:2])
+
     def block(
-        self, layer: int, residual: Float[Tensor, "row pos d_model"], rows: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row pos d_model"]:
-        """One block on any rows; `rows` says which row of the trace each has its mask and positions from."""
+        self, layer: int, residual: Float[Tensor, "*laid_out d_model"], rows: Int[Tensor, " row"]
+    ) -> Float[Tensor, "*laid_out d_model"]:
+        """One block on any rows, [row, pos]; `rows` says which row of the trace each has its mask and positions from."""
         args, kwargs = self.calls[layer]
         batch = len(self)
         out = self.model.bridge.blocks[layer](residual, *_select(args, rows, batch), **_select(kwargs, rows, batch))
@@ -145,6 +161,27 @@ class Trace:
             residual = self.block(i, residual, rows)
         return unembed(self.model, gather(residual, read))
 
+    def first_changes(self, layer: int, start: Start) -> Int[Tensor, " row"]:
+        """The first position at which each row of a start differs from the recorded run; their number for none.
+
+        Exact: an activation that is replaced by equal numbers changes nothing. All 0 where rows are not packed.
+        """
+        rows = start.rows.to(self.inputs[0].device)
+        if not self.packed:
+            return torch.zeros_like(rows)
+        pairs = [(self.inputs[layer], start.enter, 1)] if start.enter else []
+        for name, edit in start.edits.items():
+            base = self.site(name)
+            pairs.append((base, edit, 2 if base.ndim == 4 and name.endswith(_HEADS_FIRST) else 1))
+        positions = self.inputs[0].shape[1]
+        changed = torch.zeros(len(rows), positions, dtype=torch.bool, device=rows.device)
+        for base, edit, axis in pairs:
+            before = base.index_select(0, rows)
+            different = (edit(before) != before).transpose(1, axis).flatten(2)
+            changed |= different.any(-1)
+        at = torch.arange(positions, device=rows.device)
+        return torch.where(changed, at, positions).amin(-1)
+
     def grow(self, starts: dict[int, Start], read: Int[Tensor, "batch read"]) -> Float[Tensor, "row read d_vocab"]:
         """A whole sweep in one pass: rows join the batch at the layer at which they are changed.
 
@@ -155,6 +192,29 @@ class Trace:
         Returns:
             Logits of all rows, layer by layer in the order of `starts[layer].rows`.
         """
+        return unembed(self.model, self.grown(starts, read))
+
+    def grown(self, starts: dict[int, Start], read: Int[Tensor, "batch read"]) -> Float[Tensor, "row read d_model"]:
+        """What `grow` unembeds: the residual stream that leaves the last block at the positions read."""
+        starts = {layer: starts[layer] for layer in sorted(starts)}
+        rows = torch.cat([start.rows for start in starts.values()]).to(self.inputs[0].device)
+        read = read.to(rows.device)[rows]
+        if not self.packed or any(name.endswith(_UNPACKED) for start in starts.values() for name in start.edits):
+            return gather(self._grown_whole(starts), read)
+        first = torch.cat(
+            [self.first_changes(k, s) if s.first is None else s.first.to(rows.device) for k, s in starts.items()]
+        )
+        residual = self._grown_packed(starts, rows, first)
+        lengths = self.inputs[0].shape[1] - first
+        token = (lengths.cumsum(0) - lengths - first)[:, None] + read
+        # Before its first change a row is the recorded run.
+        found = gather(self.inputs[-1].index_select(0, rows), read)
+        changed = read >= first[:, None]
+        found[changed] = residual[0, token[changed]]
+        return found
+
+    def _grown_whole(self, starts: dict[int, Start]) -> Float[Tensor, "row pos d_model"]:
+        """Rows of all positions; what `_grown_packed` must equal."""
         device = self.inputs[0].device
         rows = torch.empty(0, dtype=torch.long, device=device)
         residual = self.inputs[0][:0]
@@ -173,18 +233,186 @@ class Trace:
             share = n / len(rows)
             with edits(self.model, [(name, _last(share, edit)) for name, edit in start.edits.items()]):
                 residual = self.block(layer, residual, rows)
-        return unembed(self.model, gather(residual, read.to(device)[rows]))
+        return residual
+
+    def _grown_packed(
+        self, starts: dict[int, Start], rows: Int[Tensor, " row"], first: Int[Tensor, " row"]
+    ) -> Float[Tensor, "1 token d_model"]:
+        """The positions from `first` on of each row, one row after the other."""
+        positions = self.inputs[0].shape[1]
+        packing = Packing(rows[:0], rows[:0], positions)
+        residual = self.inputs[0].flatten(0, 1)[None, :0]
+        done = 0
+        for layer in range(min(starts), len(self.calls)):
+            start = starts.get(layer)
+            # A row without any change took part in its own layer only, for the sake of the edits.
+            packing = packing.keep(packing.first < positions)
+            if start is None:
+                residual = packing.block(self, layer, residual)
+                continue
+            n = len(start.rows)
+            joining = Packing(rows[done : done + n], first[done : done + n], positions)
+            done += n
+            if start.enter is None:
+                new = self.inputs[layer].flatten(0, 1)[joining.rows[joining.row] * positions + joining.position]
+            else:
+                new = start.enter(self.inputs[layer].index_select(0, joining.rows)).flatten(0, 1)[joining.token]
+            packing = packing.join(joining)
+            residual = torch.cat([residual, new[None]], dim=1)
+            hooks = [(name, joining.edit(self, name, edit)) for name, edit in start.edits.items()]
+            with edits(self.model, hooks):
+                residual = packing.block(self, layer, residual)
+        return residual
 
     def logits(self) -> Float[Tensor, "batch pos d_vocab"]:
         """Logits of the recorded pass itself."""
         return unembed(self.model, self.inputs[-1])
 
 
+# Hooks of [batch, head, pos, …]; hooks of the attention at which packed rows are packed; hooks that they do not have.
+_HEADS_FIRST = ("hook_pattern", "hook_attn_scores", "hook_rot_q", "hook_rot_k", "hook_q_normed", "hook_k_normed")
+_OF_TOKENS = ("attn.hook_out", "hook_hidden_states", "o.hook_out", "q.hook_in", "k.hook_in", "v.hook_in")
+_UNPACKED = ("attn.hook_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in")
+
+
+class Packing:
+    """Rows of which only the positions from `first` on are computed, laid end to end as one row of tokens.
+
+    All of a block but the attention itself works token by token, so it need not know. Queries, keys and values are
+    laid out as whole rows between their projections and the output's: there, keys and values before `first` are
+    those of the recorded run, which in a causal model are what they would be.
+    """
+
+    def __init__(self, rows: Int[Tensor, " row"], first: Int[Tensor, " row"], positions: int) -> None:
+        self.rows, self.first, self.positions = rows, first, positions
+        lengths = positions - first
+        self.row = torch.arange(len(rows), device=rows.device).repeat_interleave(lengths)
+        start = lengths.cumsum(0) - lengths - first
+        self.position = torch.arange(len(self.row), device=rows.device) - start[self.row]
+        self.token = self.row * positions + self.position  # where each token is among those of whole rows
+
+    def keep(self, which: Bool[Tensor, " row"]) -> "Packing":
+        return self if bool(which.all()) else Packing(self.rows[which], self.first[which], self.positions)
+
+    def join(self, other: "Packing") -> "Packing":
+        return Packing(torch.cat([self.rows, other.rows]), torch.cat([self.first, other.first]), self.positions)
+
+    def block(
+        self, recorded: Trace, layer: int, residual: Float[Tensor, "1 token d_model"]
+    ) -> Float[Tensor, "1 token d_model"]:
+        """One block on packed tokens."""
+        if not residual.shape[1]:
+            return residual
+        with self._laid_out(recorded, layer):
+            return recorded.block(layer, residual, self.rows)
+
+    @contextmanager
+    def _laid_out(self, recorded: Trace, layer: int) -> Iterator[None]:
+        """Within the block, the attention of one layer takes and gives packed tokens."""
+        attn = recorded.model.bridge.blocks[layer].attn
+        n, positions = len(self.rows), self.positions
+        given: list[Tensor] = []
+
+        def enter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            given.append(output)
+            return output[0, :1, :].expand(n, positions, -1)  # only its shape is read
+
+        def unpack(base: Tensor | None) -> Callable[..., Tensor]:
+            def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+                if base is None:
+                    whole = output.new_zeros(n, positions, output.shape[-1])
+                else:
+                    whole = base.flatten(2).index_select(0, self.rows)
+                whole.view(n * positions, -1).index_copy_(0, self.token, output[0])
+                return whole
+
+            return hook
+
+        # Before any hook is there: a site that is not yet known is recorded by running the block.
+        bases = {name: recorded.site(f"blocks.{layer}.attn.{name}.hook_out") for name in ("k", "v")}
+        handles = [attn.hook_in.register_forward_hook(enter)]
+        for name in ("q", "k", "v"):
+            linear = getattr(attn, name)
+            handles.append(linear.register_forward_pre_hook(lambda _, args: (given[0], *args[1:])))
+            handles.append(linear.original_component.register_forward_hook(unpack(bases.get(name))))
+        pack = lambda _, args: (args[0].flatten(0, 1)[None, self.token], *args[1:])  # noqa: E731
+        handles.append(attn.o.original_component.register_forward_pre_hook(pack))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def edit(self, recorded: Trace, name: str, edit: Edit) -> Edit:
+        """An edit of these rows, which are the last ones of their batch, at one hook."""
+
+        def whole(activation: Tensor) -> Tensor:
+            n = len(self.rows)
+            return torch.cat([activation[:-n], edit(activation[-n:])])
+
+        def packed(activation: Tensor) -> Tensor:
+            tokens = activation if activation.ndim == 2 else activation[0]
+            old, new = tokens.tensor_split([len(tokens) - len(self.row)])
+            rows = recorded.site(name).index_select(0, self.rows)
+            rows.flatten(0, 1).index_copy_(0, self.token, new)
+            return torch.cat([old, edit(rows).flatten(0, 1)[self.token]]).reshape(activation.shape)
+
+        return whole if ".attn." in name and not name.endswith(_OF_TOKENS) else packed
+
+
+def packs(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
+    """Whether a causal change from the middle on gives the same logits when only changed positions are computed.
+
+    Not so where attention has no separate projections of queries, keys, values and output, looks ahead, or is
+    given its input in another way (TransformerLens' `use_split_qkv_input`, `use_attn_in`, `use_attn_result`).
+    """
+    recorded = trace(model, tokens)
+    middle = tokens.shape[1] // 2
+    noise = torch.linspace(-1, 1, recorded.inputs[0][0, middle:].numel(), device=recorded.inputs[0].device)
+
+    def enter(residual: Tensor) -> Tensor:
+        residual = residual.clone()
+        residual[:, middle:] += noise.to(residual).reshape(residual[0, middle:].shape)
+        return residual
+
+    rows = torch.arange(len(tokens), device=noise.device)
+    start = {0: Start(rows, enter=enter)}
+    read = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    with torch.no_grad():
+        whole = replace(recorded, packed=False).grow(start, read)
+        packed = replace(recorded, packed=True).grow(start, read)
+    return bool(((whole - packed).abs().max() <= 1e-3 * max(1.0, float(whole.abs().max()))).item())
+
+
 def trace(
-    model: Any, tokens: Int[Tensor, "batch pos"], attention_mask: Bool[Tensor, "batch pos"] | None = None
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Bool[Tensor, "batch pos"] | None = None,
+    sites: Sequence[str] = (),
 ) -> Trace:
     """Run a batch once and record what is needed to continue it from any layer. Autograd is off."""
-    blocks = list(model.bridge.blocks)
+    return _record(model, tokens, attention_mask, sites)[0]
+
+
+def checked_trace(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Bool[Tensor, "batch pos"] | None,
+    sites: Sequence[str],
+) -> tuple[Trace | None, Float[Tensor, "batch pos d_vocab"]]:
+    """`trace` with the sites and what packing needs, and the logits; None if it cannot be continued to the same."""
+    names = [
+        f"blocks.{layer}.attn.{name}.hook_out" for layer in range(model.bridge.cfg.n_layers) for name in ("k", "v")
+    ]
+    recorded, logits = _record(model, tokens, attention_mask, [*sites, *(names if model.packed else ())])
+    again = recorded.logits()
+    same = bool(((again - logits).abs().max() <= 1e-3 * max(1.0, float(logits.abs().max()))).item())
+    return (recorded if same else None), logits
+
+
+def _record(
+    model: Any, tokens: Int[Tensor, "batch pos"], attention_mask: Bool[Tensor, "batch pos"] | None, sites: Sequence[str]
+) -> tuple[Trace, Float[Tensor, "batch pos d_vocab"]]:
     inputs: list[Tensor] = []
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -199,15 +427,17 @@ def trace(
     def before_norm(module: nn.Module, args: tuple[Any, ...]) -> None:
         inputs.append(args[0].detach())
 
-    handles = [b.register_forward_pre_hook(before_block, with_kwargs=True) for b in blocks]
+    handles = [b.register_forward_pre_hook(before_block, with_kwargs=True) for b in model.bridge.blocks]
     handles.append(model.bridge.ln_final.register_forward_pre_hook(before_norm))
     try:
-        with torch.no_grad():
-            model.logits(tokens, attention_mask)
+        with torch.no_grad(), capture(model, sites) as found:
+            logits = model.logits(tokens, attention_mask)
     finally:
         for handle in handles:
             handle.remove()
-    return Trace(model, tuple(inputs), tuple(calls))
+    cfg = model.bridge.cfg
+    forked = any(getattr(cfg, name, False) for name in ("use_split_qkv_input", "use_attn_in", "use_attn_result"))
+    return Trace(model, tuple(inputs), tuple(calls), model.packed and not forked, dict(found)), logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +463,7 @@ def prefix(
     recorded = trace(model, tokens, attention_mask)
     # The other layers' inputs are given back; a view of one zero holds their shape.
     kept = tuple(x if i == layer else x.new_zeros(()).expand_as(x) for i, x in enumerate(recorded.inputs))
-    return Prefix(Trace(model, kept, recorded.calls), layer)
+    return Prefix(replace(recorded, inputs=kept), layer)
 
 
 def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:

@@ -15,7 +15,7 @@ logits by about 1e-5).
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,18 +60,68 @@ def sweep(
         The numbers of some cells, and their logits.
     """
     batch, positions = recorded.inputs[0].shape[:2]
-    per_pass = max(1, max_tokens // (batch * positions))
-    order = sorted(range(len(layers)), key=lambda cell: layers[cell])
-    with tqdm(total=len(order), desc=progress, disable=progress is None, file=sys.stderr, leave=False) as bar:
-        for first in range(0, len(order), per_pass):
-            cells = order[first : first + per_pass]
+    with torch.no_grad():
+        first = _first_changes(recorded, layers, start, max_tokens)
+    tokens = (positions - first).sum(1)
+    together = max(1, max_tokens // (8 * read.numel()))  # logits are large: those of a few cells at a time
+    passes = _passes(layers, tokens, batch * positions, max_tokens)
+    with torch.no_grad(), tqdm(
+        total=len(layers), desc=progress, disable=progress is None, file=sys.stderr, leave=False
+    ) as bar:
+        same = (tokens == 0).nonzero().flatten().tolist()
+        if same:
+            base = hooks.unembed(recorded.model, hooks.gather(recorded.inputs[-1], read.to(first.device)))
+            for some in _batches(same, together):
+                yield some, base.expand(len(some), *base.shape)
+            bar.update(len(same))
+        for cells in passes:
             by_layer: dict[int, list[int]] = {}
             for cell in cells:
                 by_layer.setdefault(layers[cell], []).append(cell)
-            with torch.no_grad():
-                logits = recorded.grow({layer: start(some) for layer, some in by_layer.items()}, read)
-            yield cells, logits.reshape(len(cells), batch, *logits.shape[1:])
+            starts = {k: replace(start(some), first=first[some].flatten()) for k, some in by_layer.items()}
+            residual = recorded.grown(starts, read).unflatten(0, (len(cells), batch))
+            for some, part in zip(_batches(cells, together), residual.split(together), strict=True):
+                yield some, hooks.unembed(recorded.model, part)
             bar.update(len(cells))
+
+
+def _first_changes(
+    recorded: hooks.Trace, layers: Sequence[int], start: Callable[[list[int]], hooks.Start], max_tokens: int
+) -> Int[Tensor, "cell batch"]:
+    """The first position that each cell changes in each row of the batch."""
+    batch, positions = recorded.inputs[0].shape[:2]
+    first = torch.zeros(len(layers), batch, dtype=torch.long, device=recorded.inputs[0].device)
+    if not recorded.packed:
+        return first
+    by_layer: dict[int, list[int]] = {}
+    for cell, layer in enumerate(layers):
+        by_layer.setdefault(layer, []).append(cell)
+    for layer, cells in by_layer.items():
+        for some in _batches(cells, max(1, max_tokens // (batch * positions))):
+            first[some] = recorded.first_changes(layer, start(some)).unflatten(0, (-1, batch))
+    return first
+
+
+def _batches(cells: list[int], n: int) -> list[list[int]]:
+    return [cells[i : i + n] for i in range(0, len(cells), n)]
+
+
+def _passes(layers: Sequence[int], tokens: Int[Tensor, " cell"], whole: int, max_tokens: int) -> list[list[int]]:
+    """Cells that change something, layer by layer, in passes of at most `max_tokens` tokens (but a cell at least).
+
+    `whole`: tokens of a cell of which nothing is left out. Attention lays these out, at about a quarter of the
+    memory that a computed token takes.
+    """
+    sizes = tokens.clamp(min=whole // 4).tolist()
+    passes: list[list[int]] = []
+    room = 0
+    for cell in sorted((tokens > 0).nonzero().flatten().tolist(), key=lambda cell: layers[cell]):
+        if sizes[cell] > room:
+            passes.append([])
+            room = max_tokens
+        passes[-1].append(cell)
+        room -= sizes[cell]
+    return passes
 
 
 def generic_activation_patch(
@@ -141,11 +191,11 @@ def generic_activation_patch(
             values.append(value.detach())
         return torch.stack(values)
 
-    recorded = hooks.trace(model, corrupted_tokens, attention_mask)
+    names = [tl_utilities.get_act_name(activation_name, layer=layer) for layer in sorted({c[0] for c in cells})]
+    sites = [] if activation_name == "resid_pre" else names
+    recorded, base_logits = hooks.checked_trace(model, corrupted_tokens, attention_mask, sites)
     with torch.no_grad():
-        base_logits = model.logits(corrupted_tokens, attention_mask)
         base = evaluate(base_logits)
-        same = (recorded.logits() - base_logits).abs().max() <= 1e-3 * max(1.0, float(base_logits.abs().max()))
 
     def act_name(layer: int) -> str:
         return tl_utilities.get_act_name(activation_name, layer=layer)
@@ -159,7 +209,7 @@ def generic_activation_patch(
                 "patching needs prompts of the same length, token by token"
             )
     values = torch.zeros(len(metrics), len(cells), *base.shape[1:], dtype=base.dtype, device=base.device)
-    if not same:
+    if recorded is None:
         print(
             f"{model.name} cannot be continued from an inner layer; sweeping with one whole forward pass a cell",
             file=sys.stderr,
@@ -268,6 +318,7 @@ class _Adopted:
 
     bridge: Any
     name: str = "the model"
+    packed: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -279,7 +330,11 @@ class _Adopted:
 
 
 def _hooked(model: Any) -> Any:
-    return _Adopted(model) if hasattr(model, "original_model") and not hasattr(model, "weights") else model
+    if hasattr(model, "weights") or not hasattr(model, "original_model"):
+        return model
+    adopted = _Adopted(model)
+    probe = torch.arange(16, device=model.cfg.device).reshape(2, 8)
+    return replace(adopted, packed=hooks.packs(adopted, probe))
 
 
 def _axis(model: Any, name: str, activation: str, positions: int) -> int:
