@@ -143,7 +143,7 @@ class Trace:
     def block(
         self, layer: int, residual: Float[Tensor, "*laid_out d_model"], rows: Int[Tensor, " row"]
     ) -> Float[Tensor, "*laid_out d_model"]:
-        """One block on any rows, [row, pos]; `rows` says which row of the trace each has its mask and positions from."""
+        """One block on any rows, [row, pos, …]; `rows`: the row of the trace that gives each its mask and positions."""
         args, kwargs = self.calls[layer]
         batch = len(self)
         out = self.model.bridge.blocks[layer](residual, *_select(args, rows, batch), **_select(kwargs, rows, batch))

@@ -65,9 +65,10 @@ def sweep(
     tokens = (positions - first).sum(1)
     together = max(1, max_tokens // (8 * read.numel()))  # logits are large: those of a few cells at a time
     passes = _passes(layers, tokens, batch * positions, max_tokens)
-    with torch.no_grad(), tqdm(
-        total=len(layers), desc=progress, disable=progress is None, file=sys.stderr, leave=False
-    ) as bar:
+    with (
+        torch.no_grad(),
+        tqdm(total=len(layers), desc=progress, disable=progress is None, file=sys.stderr, leave=False) as bar,
+    ):
         same = (tokens == 0).nonzero().flatten().tolist()
         if same:
             base = hooks.unembed(recorded.model, hooks.gather(recorded.inputs[-1], read.to(first.device)))
