@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from locus.packing import HEADS_FIRST, UNPACKED, Packing
+
 Edit = Callable[[Tensor], Tensor]
 
 
@@ -25,9 +27,12 @@ def edits(model: Any, hooks: Sequence[tuple[str, Edit]]) -> Iterator[None]:
     end, also after an error, and no hook of the user's is touched.
     """
     handles = []
+    points = model.bridge.hook_dict if hooks else {}  # put together anew each time that it is asked for
     try:
         for name, edit in hooks:
-            point = _point(model, name)
+            if name not in points:
+                raise ValueError(f"{model.name} has no hook {name!r}; `locus sites` lists the ones it has")
+            point = points[name]
             handles.append(point.register_forward_hook(_edit_hook(point, edit, name.endswith("hook_resid_mid"))))
         yield
     finally:
@@ -172,7 +177,7 @@ class Trace:
         pairs = [(self.inputs[layer], start.enter, 1)] if start.enter else []
         for name, edit in start.edits.items():
             base = self.site(name)
-            pairs.append((base, edit, 2 if base.ndim == 4 and name.endswith(_HEADS_FIRST) else 1))
+            pairs.append((base, edit, 2 if base.ndim == 4 and name.endswith(HEADS_FIRST) else 1))
         positions = self.inputs[0].shape[1]
         changed = torch.zeros(len(rows), positions, dtype=torch.bool, device=rows.device)
         for base, edit, axis in pairs:
@@ -199,7 +204,7 @@ class Trace:
         starts = {layer: starts[layer] for layer in sorted(starts)}
         rows = torch.cat([start.rows for start in starts.values()]).to(self.inputs[0].device)
         read = read.to(rows.device)[rows]
-        if not self.packed or any(name.endswith(_UNPACKED) for start in starts.values() for name in start.edits):
+        if not self.packed or any(name.endswith(UNPACKED) for start in starts.values() for name in start.edits):
             return gather(self._grown_whole(starts), read)
         first = torch.cat(
             [self.first_changes(k, s) if s.first is None else s.first.to(rows.device) for k, s in starts.items()]
@@ -239,6 +244,8 @@ class Trace:
         self, starts: dict[int, Start], rows: Int[Tensor, " row"], first: Int[Tensor, " row"]
     ) -> Float[Tensor, "1 token d_model"]:
         """The positions from `first` on of each row, one row after the other."""
+        for name in keys_and_values(min(starts), len(self.calls)):
+            self.site(name)  # what is not yet known is recorded by running the block, without any hook of a sweep
         positions = self.inputs[0].shape[1]
         packing = Packing(rows[:0], rows[:0], positions)
         residual = self.inputs[0].flatten(0, 1)[None, :0]
@@ -248,7 +255,7 @@ class Trace:
             # A row without any change took part in its own layer only, for the sake of the edits.
             packing = packing.keep(packing.first < positions)
             if start is None:
-                residual = packing.block(self, layer, residual)
+                residual = self._block_packed(layer, residual, packing)
                 continue
             n = len(start.rows)
             joining = Packing(rows[done : done + n], first[done : done + n], positions)
@@ -256,108 +263,58 @@ class Trace:
             if start.enter is None:
                 new = self.inputs[layer].flatten(0, 1)[joining.rows[joining.row] * positions + joining.position]
             else:
-                new = start.enter(self.inputs[layer].index_select(0, joining.rows)).flatten(0, 1)[joining.token]
+                new = joining.pack(start.enter(self.inputs[layer].index_select(0, joining.rows)))
             packing = packing.join(joining)
             residual = torch.cat([residual, new[None]], dim=1)
-            hooks = [(name, joining.edit(self, name, edit)) for name, edit in start.edits.items()]
+            hooks = [(name, joining.edit(name, self.site(name), edit)) for name, edit in start.edits.items()]
             with edits(self.model, hooks):
-                residual = packing.block(self, layer, residual)
+                residual = self._block_packed(layer, residual, packing)
         return residual
+
+    def _block_packed(
+        self, layer: int, residual: Float[Tensor, "1 token d_model"], packing: Packing
+    ) -> Float[Tensor, "1 token d_model"]:
+        if not residual.shape[1]:
+            return residual
+        with _laid_out(self, layer, packing):
+            return self.block(layer, residual, packing.rows)
 
     def logits(self) -> Float[Tensor, "batch pos d_vocab"]:
         """Logits of the recorded pass itself."""
         return unembed(self.model, self.inputs[-1])
 
 
-# Hooks of [batch, head, pos, …]; hooks of the attention at which packed rows are packed; hooks that they do not have.
-_HEADS_FIRST = ("hook_pattern", "hook_attn_scores", "hook_rot_q", "hook_rot_k", "hook_q_normed", "hook_k_normed")
-_OF_TOKENS = ("attn.hook_out", "hook_hidden_states", "o.hook_out", "q.hook_in", "k.hook_in", "v.hook_in")
-_UNPACKED = ("attn.hook_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in")
+def keys_and_values(first: int, last: int) -> list[str]:
+    """The hooks that packed rows take keys and values from, of the layers from `first` to before `last`."""
+    return [f"blocks.{layer}.attn.{name}.hook_out" for layer in range(first, last) for name in ("k", "v")]
 
 
-class Packing:
-    """Rows of which only the positions from `first` on are computed, laid end to end as one row of tokens.
+@contextmanager
+def _laid_out(recorded: Trace, layer: int, packing: Packing) -> Iterator[None]:
+    """Within the block, the attention of one layer takes and gives packed tokens."""
+    attn = recorded.model.bridge.blocks[layer].attn
+    given: list[Tensor] = []
 
-    All of a block but the attention itself works token by token, so it need not know. Queries, keys and values are
-    laid out as whole rows between their projections and the output's: there, keys and values before `first` are
-    those of the recorded run, which in a causal model are what they would be.
-    """
+    def enter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        given.append(output)
+        return output[0, :1].expand(len(packing.rows), packing.positions, -1)  # only its shape is read
 
-    def __init__(self, rows: Int[Tensor, " row"], first: Int[Tensor, " row"], positions: int) -> None:
-        self.rows, self.first, self.positions = rows, first, positions
-        lengths = positions - first
-        self.row = torch.arange(len(rows), device=rows.device).repeat_interleave(lengths)
-        start = lengths.cumsum(0) - lengths - first
-        self.position = torch.arange(len(self.row), device=rows.device) - start[self.row]
-        self.token = self.row * positions + self.position  # where each token is among those of whole rows
+    def unpack(base: Tensor | None) -> Callable[..., Tensor]:
+        return lambda module, args, output: packing.whole(output[0], base)
 
-    def keep(self, which: Bool[Tensor, " row"]) -> "Packing":
-        return self if bool(which.all()) else Packing(self.rows[which], self.first[which], self.positions)
-
-    def join(self, other: "Packing") -> "Packing":
-        return Packing(torch.cat([self.rows, other.rows]), torch.cat([self.first, other.first]), self.positions)
-
-    def block(
-        self, recorded: Trace, layer: int, residual: Float[Tensor, "1 token d_model"]
-    ) -> Float[Tensor, "1 token d_model"]:
-        """One block on packed tokens."""
-        if not residual.shape[1]:
-            return residual
-        with self._laid_out(recorded, layer):
-            return recorded.block(layer, residual, self.rows)
-
-    @contextmanager
-    def _laid_out(self, recorded: Trace, layer: int) -> Iterator[None]:
-        """Within the block, the attention of one layer takes and gives packed tokens."""
-        attn = recorded.model.bridge.blocks[layer].attn
-        n, positions = len(self.rows), self.positions
-        given: list[Tensor] = []
-
-        def enter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            given.append(output)
-            return output[0, :1, :].expand(n, positions, -1)  # only its shape is read
-
-        def unpack(base: Tensor | None) -> Callable[..., Tensor]:
-            def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-                if base is None:
-                    whole = output.new_zeros(n, positions, output.shape[-1])
-                else:
-                    whole = base.flatten(2).index_select(0, self.rows)
-                whole.view(n * positions, -1).index_copy_(0, self.token, output[0])
-                return whole
-
-            return hook
-
-        # Before any hook is there: a site that is not yet known is recorded by running the block.
-        bases = {name: recorded.site(f"blocks.{layer}.attn.{name}.hook_out") for name in ("k", "v")}
-        handles = [attn.hook_in.register_forward_hook(enter)]
-        for name in ("q", "k", "v"):
-            linear = getattr(attn, name)
-            handles.append(linear.register_forward_pre_hook(lambda _, args: (given[0], *args[1:])))
-            handles.append(linear.original_component.register_forward_hook(unpack(bases.get(name))))
-        pack = lambda _, args: (args[0].flatten(0, 1)[None, self.token], *args[1:])  # noqa: E731
-        handles.append(attn.o.original_component.register_forward_pre_hook(pack))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def edit(self, recorded: Trace, name: str, edit: Edit) -> Edit:
-        """An edit of these rows, which are the last ones of their batch, at one hook."""
-
-        def whole(activation: Tensor) -> Tensor:
-            n = len(self.rows)
-            return torch.cat([activation[:-n], edit(activation[-n:])])
-
-        def packed(activation: Tensor) -> Tensor:
-            tokens = activation if activation.ndim == 2 else activation[0]
-            old, new = tokens.tensor_split([len(tokens) - len(self.row)])
-            rows = recorded.site(name).index_select(0, self.rows)
-            rows.flatten(0, 1).index_copy_(0, self.token, new)
-            return torch.cat([old, edit(rows).flatten(0, 1)[self.token]]).reshape(activation.shape)
-
-        return whole if ".attn." in name and not name.endswith(_OF_TOKENS) else packed
+    bases = {name: recorded.site(f"blocks.{layer}.attn.{name}.hook_out").flatten(2) for name in ("k", "v")}
+    handles = [attn.hook_in.register_forward_hook(enter)]
+    for name in ("q", "k", "v"):
+        linear = getattr(attn, name)
+        handles.append(linear.register_forward_pre_hook(lambda _, args: (given[0], *args[1:])))
+        handles.append(linear.original_component.register_forward_hook(unpack(bases.get(name))))
+    output = attn.o.original_component
+    handles.append(output.register_forward_pre_hook(lambda _, args: (packing.pack(args[0])[None], *args[1:])))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def packs(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
@@ -388,26 +345,28 @@ def trace(
     model: Any,
     tokens: Int[Tensor, "batch pos"],
     attention_mask: Bool[Tensor, "batch pos"] | None = None,
-    sites: Sequence[str] = (),
 ) -> Trace:
     """Run a batch once and record what is needed to continue it from any layer. Autograd is off."""
-    return _record(model, tokens, attention_mask, sites)[0]
+    return _record(model, tokens, attention_mask, ())[0]
 
 
-def checked_trace(
+def continues(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
+    """Whether the run of a batch can be continued from its trace to the same logits."""
+    recorded, logits = _record(model, tokens, None, ())
+    with torch.no_grad():
+        again = unembed(model, recorded.inputs[-1])
+    return bool(((again - logits).abs().max() <= 1e-3 * max(1.0, float(logits.abs().max()))).item())
+
+
+def trace_and_logits(
     model: Any,
     tokens: Int[Tensor, "batch pos"],
     attention_mask: Bool[Tensor, "batch pos"] | None,
     sites: Sequence[str],
-) -> tuple[Trace | None, Float[Tensor, "batch pos d_vocab"]]:
-    """`trace` with the sites and what packing needs, and the logits; None if it cannot be continued to the same."""
-    names = [
-        f"blocks.{layer}.attn.{name}.hook_out" for layer in range(model.bridge.cfg.n_layers) for name in ("k", "v")
-    ]
-    recorded, logits = _record(model, tokens, attention_mask, [*sites, *(names if model.packed else ())])
-    again = recorded.logits()
-    same = bool(((again - logits).abs().max() <= 1e-3 * max(1.0, float(logits.abs().max()))).item())
-    return (recorded if same else None), logits
+) -> tuple[Trace, Float[Tensor, "batch pos d_vocab"]]:
+    """`trace`, with the activations at some hooks and those that packed rows need, and the logits of the run."""
+    kept = keys_and_values(0, model.bridge.cfg.n_layers) if model.packed else []
+    return _record(model, tokens, attention_mask, [*sites, *kept])
 
 
 def _record(
@@ -486,13 +445,6 @@ def count(model: Any) -> int:
     return sum(
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.bridge.modules()
     )
-
-
-def _point(model: Any, name: str) -> nn.Module:
-    point = model.bridge.hook_dict.get(name)
-    if point is None:
-        raise ValueError(f"{model.name} has no hook {name!r}; `locus sites` lists the ones it has")
-    return point
 
 
 def _edit_hook(point: Any, edit: Edit, in_place: bool) -> Callable[..., Tensor]:

@@ -194,7 +194,7 @@ def generic_activation_patch(
 
     names = [tl_utilities.get_act_name(activation_name, layer=layer) for layer in sorted({c[0] for c in cells})]
     sites = [] if activation_name == "resid_pre" else names
-    recorded, base_logits = hooks.checked_trace(model, corrupted_tokens, attention_mask, sites)
+    recorded, base_logits = hooks.trace_and_logits(model, corrupted_tokens, attention_mask, sites)
     with torch.no_grad():
         base = evaluate(base_logits)
 
@@ -210,7 +210,7 @@ def generic_activation_patch(
                 "patching needs prompts of the same length, token by token"
             )
     values = torch.zeros(len(metrics), len(cells), *base.shape[1:], dtype=base.dtype, device=base.device)
-    if recorded is None:
+    if not model.fast:
         print(
             f"{model.name} cannot be continued from an inner layer; sweeping with one whole forward pass a cell",
             file=sys.stderr,
@@ -319,6 +319,7 @@ class _Adopted:
 
     bridge: Any
     name: str = "the model"
+    fast: bool = False
     packed: bool = False
 
     @property
@@ -335,7 +336,8 @@ def _hooked(model: Any) -> Any:
         return model
     adopted = _Adopted(model)
     probe = torch.arange(16, device=model.cfg.device).reshape(2, 8)
-    return replace(adopted, packed=hooks.packs(adopted, probe))
+    fast = hooks.continues(adopted, probe)
+    return replace(adopted, fast=fast, packed=fast and hooks.packs(adopted, probe))
 
 
 def _axis(model: Any, name: str, activation: str, positions: int) -> int:

@@ -236,7 +236,7 @@ def test_slow_path_is_used_and_said(llama, monkeypatch, capsys):
     with torch.no_grad():
         _, cache = llama.bridge.run_with_cache(clean)
     fast = patching.get_act_patch_resid_pre(llama, corrupted, cache, last_difference, progress=False)
-    monkeypatch.setattr(hooks.Trace, "logits", lambda self: llama.logits(corrupted) + 1)
+    monkeypatch.setattr(llama, "fast", False)
     slow = patching.get_act_patch_resid_pre(llama, corrupted, cache, last_difference, progress=False)
     assert torch.allclose(fast, slow)
     assert "one whole forward pass a cell" in capsys.readouterr().err
