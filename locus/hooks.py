@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from locus.arguments import finite, select
 from locus.packing import HEADS_FIRST, UNPACKED, Packing
 
 Edit = Callable[[Tensor], Tensor]
@@ -105,13 +106,18 @@ class Start:
         rows: Int[" row"], the batch row of the trace that each one is a copy of.
         edits: hook inside this layer → function of the activations of these rows, [row, pos, …].
         enter: function of the residual stream with which these rows enter the layer.
+        later: layer above → its edits of these rows, like `edits`.
         first: Int[" row"], the first position at which each row is changed, if known (`Trace.first_changes`).
     """
 
     rows: Int[Tensor, " row"]
     edits: dict[str, Edit] = field(default_factory=dict)
     enter: Edit | None = None
+    later: dict[int, dict[str, Edit]] = field(default_factory=dict)
     first: Int[Tensor, " row"] | None = None
+
+    def all_edits(self) -> list[tuple[str, Edit]]:
+        return [pair for edits in (self.edits, *self.later.values()) for pair in edits.items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +157,7 @@ class Trace:
         """One block on any rows, [row, pos, …]; `rows`: the row of the trace that gives each its mask and positions."""
         args, kwargs = self.calls[layer]
         batch = len(self)
-        out = self.model.bridge.blocks[layer](residual, *_select(args, rows, batch), **_select(kwargs, rows, batch))
+        out = self.model.bridge.blocks[layer](residual, *select(args, rows, batch), **select(kwargs, rows, batch))
         return out[0] if isinstance(out, tuple) else out
 
     def resume(
@@ -175,7 +181,7 @@ class Trace:
         if not self.packed:
             return torch.zeros_like(rows)
         pairs = [(self.inputs[layer], start.enter, 1)] if start.enter else []
-        for name, edit in start.edits.items():
+        for name, edit in start.all_edits():
             base = self.site(name)
             pairs.append((base, edit, 2 if base.ndim == 4 and name.endswith(HEADS_FIRST) else 1))
         positions = self.inputs[0].shape[1]
@@ -204,7 +210,7 @@ class Trace:
         starts = {layer: starts[layer] for layer in sorted(starts)}
         rows = torch.cat([start.rows for start in starts.values()]).to(self.inputs[0].device)
         read = read.to(rows.device)[rows]
-        if not self.packed or any(name.endswith(UNPACKED) for start in starts.values() for name in start.edits):
+        if not self.packed or any(name.endswith(UNPACKED) for s in starts.values() for name, _ in s.all_edits()):
             return gather(self._grown_whole(starts), read)
         first = torch.cat(
             [self.first_changes(k, s) if s.first is None else s.first.to(rows.device) for k, s in starts.items()]
@@ -220,23 +226,16 @@ class Trace:
 
     def _grown_whole(self, starts: dict[int, Start]) -> Float[Tensor, "row pos d_model"]:
         """Rows of all positions; what `_grown_packed` must equal."""
-        device = self.inputs[0].device
-        rows = torch.empty(0, dtype=torch.long, device=device)
+        rows = torch.empty(0, dtype=torch.long, device=self.inputs[0].device)
         residual = self.inputs[0][:0]
+        spans = _Spans()
         for layer in range(min(starts), len(self.calls)):
-            start = starts.get(layer)
-            if start is None:
-                residual = self.block(layer, residual, rows)
-                continue
-            new_rows = start.rows.to(device)
-            n = len(new_rows)
-            new = self.inputs[layer].index_select(0, new_rows)
-            if start.enter is not None:
-                new = start.enter(new)
-            rows = torch.cat([rows, new_rows])
-            residual = torch.cat([residual, new])
-            share = n / len(rows)
-            with edits(self.model, [(name, _last(share, edit)) for name, edit in start.edits.items()]):
+            if start := starts.get(layer):
+                new = self.inputs[layer].index_select(0, start.rows.to(rows.device))
+                residual = torch.cat([residual, new if start.enter is None else start.enter(new)])
+                rows = torch.cat([rows, start.rows.to(rows.device)])
+            hooks = [(n, _share(span, len(rows), edit)) for n, span, edit in spans.edits(layer, start, len(rows))]
+            with edits(self.model, hooks):
                 residual = self.block(layer, residual, rows)
         return residual
 
@@ -249,24 +248,23 @@ class Trace:
         positions = self.inputs[0].shape[1]
         packing = Packing(rows[:0], rows[:0], positions)
         residual = self.inputs[0].flatten(0, 1)[None, :0]
-        done = 0
+        spans, done = _Spans(), 0
+        drops = not any(start.later for start in starts.values())
         for layer in range(min(starts), len(self.calls)):
-            start = starts.get(layer)
-            # A row without any change took part in its own layer only, for the sake of the edits.
-            packing = packing.keep(packing.first < positions)
-            if start is None:
-                residual = self._block_packed(layer, residual, packing)
-                continue
-            n = len(start.rows)
-            joining = Packing(rows[done : done + n], first[done : done + n], positions)
-            done += n
-            if start.enter is None:
-                new = self.inputs[layer].flatten(0, 1)[joining.rows[joining.row] * positions + joining.position]
-            else:
-                new = joining.pack(start.enter(self.inputs[layer].index_select(0, joining.rows)))
-            packing = packing.join(joining)
-            residual = torch.cat([residual, new[None]], dim=1)
-            hooks = [(name, joining.edit(name, self.site(name), edit)) for name, edit in start.edits.items()]
+            if drops:  # a row without any change takes part in its own layer only, for the sake of the edits
+                packing = packing.keep(packing.first < positions)
+            if start := starts.get(layer):
+                n = len(start.rows)
+                joining = Packing(rows[done : done + n], first[done : done + n], positions)
+                done += n
+                if start.enter is None:
+                    new = self.inputs[layer].flatten(0, 1)[joining.rows[joining.row] * positions + joining.position]
+                else:
+                    new = joining.pack(start.enter(self.inputs[layer].index_select(0, joining.rows)))
+                packing = packing.join(joining)
+                residual = torch.cat([residual, new[None]], dim=1)
+            active = spans.edits(layer, start, len(packing.rows))
+            hooks = [(name, packing.edit(name, self.site(name), span, edit)) for name, span, edit in active]
             with edits(self.model, hooks):
                 residual = self._block_packed(layer, residual, packing)
         return residual
@@ -377,7 +375,7 @@ def _record(
 
     def before_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.dtype == torch.float64:
-            args, kwargs = _finite(args), _finite(kwargs)
+            args, kwargs = finite(args), finite(kwargs)
         kwargs = dict(kwargs)
         residual = args[0] if args else kwargs.pop("hidden_states")
         inputs.append(residual.detach())
@@ -469,7 +467,7 @@ def finite_masks(model: Any) -> Iterator[None]:
     """
 
     def before_block(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _finite(args), _finite(kwargs)
+        return finite(args), finite(kwargs)
 
     handles = [b.register_forward_pre_hook(before_block, with_kwargs=True) for b in model.bridge.blocks]
     try:
@@ -479,39 +477,27 @@ def finite_masks(model: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _finite(value: Any) -> Any:
-    """Block arguments with their [batch, head, query, key] masks in additive, finite form."""
-    if isinstance(value, Tensor) and value.ndim == 4:
-        floor = torch.finfo(torch.float32).min / 2
-        if value.dtype == torch.bool:
-            return torch.zeros(value.shape, dtype=torch.float64, device=value.device).masked_fill(~value, floor)
-        return value.clamp(min=floor) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return type(value)(_finite(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return value
+class _Spans:
+    """Which rows of a growing batch each start began with."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Start, slice]] = []
+
+    def edits(self, layer: int, start: Start | None, rows: int) -> list[tuple[str, slice, Edit]]:
+        """The edits in one layer, and the rows that each is of; the last of `rows` have just begun with `start`."""
+        found = [(name, span, edit) for s, span in self.begun for name, edit in s.later.get(layer, {}).items()]
+        if start is not None:
+            self.begun.append((start, slice(rows - len(start.rows), rows)))
+            found += [(name, self.begun[-1][1], edit) for name, edit in start.edits.items()]
+        return found
 
 
-def _last(share: float, edit: Edit) -> Edit:
-    """An edit of the rows that have just joined the batch: the last `share` of the first axis.
-
-    A share, and not a number, because a router flattens batch and position into one axis.
-    """
+def _share(span: slice, rows: int, edit: Edit) -> Edit:
+    """An edit of some rows. A router flattens batch and position into one axis, of which they have their share."""
 
     def apply(activation: Tensor) -> Tensor:
-        n = round(activation.shape[0] * share)
-        return torch.cat([activation[:-n], edit(activation[-n:])])
+        unit = activation.shape[0] // rows
+        before, mine, after = activation.tensor_split([span.start * unit, span.stop * unit])
+        return torch.cat([before, edit(mine), after])
 
     return apply
-
-
-def _select(value: Any, rows: Tensor, batch: int) -> Any:
-    """The argument of a block for other rows: whatever has a batch axis is indexed by `rows`."""
-    if isinstance(value, Tensor):
-        return value.index_select(0, rows.to(value.device)) if batch > 1 and value.shape[:1] == (batch,) else value
-    if isinstance(value, tuple | list):
-        return type(value)(_select(v, rows, batch) for v in value)
-    if isinstance(value, dict):
-        return {k: _select(v, rows, batch) for k, v in value.items()}
-    return value

@@ -56,17 +56,21 @@ class Packing:
         return rows
 
     def edit(
-        self, name: str, base: Float[Tensor, "batch *rest"], edit: Callable[[Tensor], Tensor]
+        self, name: str, base: Float[Tensor, "batch *rest"], span: slice, edit: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
-        """A function of whole rows as an edit, at one hook, of a batch whose last rows these are."""
+        """A function of whole rows as an edit of some of these rows, at one hook."""
+        mine = Packing(self.rows[span], self.first[span], self.positions)
+        start = int((self.row < span.start).sum())
+        stop = start + len(mine.row)
 
         def of_rows(activation: Tensor) -> Tensor:
-            n = len(self.rows)
-            return torch.cat([activation[:-n], edit(activation[-n:])])
+            before, rows, after = activation.tensor_split([span.start, span.stop])
+            return torch.cat([before, edit(rows), after])
 
         def of_tokens(activation: Tensor) -> Tensor:
             tokens = activation if activation.ndim == 2 else activation[0]  # a router's have no batch axis
-            old, new = tokens.tensor_split([len(tokens) - len(self.row)])
-            return torch.cat([old, self.pack(edit(self.whole(new, base)))]).reshape(activation.shape)
+            before, some, after = tokens.tensor_split([start, stop])
+            new = mine.pack(edit(mine.whole(some, base)))
+            return torch.cat([before, new, after]).reshape(activation.shape)
 
         return of_rows if ".attn." in name and not name.endswith(OF_TOKENS) else of_tokens
