@@ -29,3 +29,13 @@ def select(value: Any, rows: Tensor, batch: int) -> Any:
     if isinstance(value, dict):
         return {k: select(v, rows, batch) for k, v in value.items()}
     return value
+
+
+def last_positions(kwargs: dict[str, Any], n: int) -> dict[str, Any]:
+    """The arguments of attention for queries at the last n positions; it cuts the mask itself."""
+    cut = dict(kwargs)
+    if isinstance(kwargs.get("position_embeddings"), tuple):
+        cut["position_embeddings"] = tuple(part[:, -n:] for part in kwargs["position_embeddings"])
+    if isinstance(kwargs.get("position_ids"), Tensor):
+        cut["position_ids"] = kwargs["position_ids"][:, -n:]
+    return cut

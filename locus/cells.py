@@ -82,7 +82,7 @@ class Cells:
         kept: Partial,
         progress: bool,
     ) -> None:
-        if not recorded.packed:
+        if recorded.keys is None:
             _say_once(f"{self.model.name} cannot leave out the positions before a patch: whole rows are computed")
         read = positions_read(evaluate, logits)
         seen = torch.full_like(logits, float("nan"))

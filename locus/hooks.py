@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from locus.arguments import finite, select
-from locus.packing import HEADS_FIRST, UNPACKED, Packing
+from locus.arguments import finite, last_positions, select
+from locus.packing import UNPACKED, Keys, Packing, positions_second
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -128,14 +128,14 @@ class Trace:
         model: the `HookedModel`.
         inputs: residual stream entering each block, and last the final norm: [layer + 1][batch, pos, d_model].
         calls: the other arguments of each block.
-        packed: whether rows of `grow` compute only positions from their first change on (see `packs`).
+        keys: of this run, where rows of `grow` compute only positions from their first change on (see `packs`).
         sites: activations of this run at other hooks, by name; filled when they are first asked for.
     """
 
     model: Any
     inputs: tuple[Float[Tensor, "batch pos d_model"], ...]
     calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
-    packed: bool = False
+    keys: Keys | None = None
     sites: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -178,18 +178,16 @@ class Trace:
         Exact: an activation that is replaced by equal numbers changes nothing. All 0 where rows are not packed.
         """
         rows = start.rows.to(self.inputs[0].device)
-        if not self.packed:
+        if self.keys is None:
             return torch.zeros_like(rows)
-        pairs = [(self.inputs[layer], start.enter, 1)] if start.enter else []
+        pairs = [("hook_resid_pre", self.inputs[layer], start.enter)] if start.enter else []
         for name, edit in start.all_edits():
-            base = self.site(name)
-            pairs.append((base, edit, 2 if base.ndim == 4 and name.endswith(HEADS_FIRST) else 1))
+            pairs.append((name, self.site(name), edit))
         positions = self.inputs[0].shape[1]
         changed = torch.zeros(len(rows), positions, dtype=torch.bool, device=rows.device)
-        for base, edit, axis in pairs:
+        for name, base, edit in pairs:
             before = base.index_select(0, rows)
-            different = (edit(before) != before).transpose(1, axis).flatten(2)
-            changed |= different.any(-1)
+            changed |= positions_second(name, edit(before) != before).flatten(2).any(-1)
         at = torch.arange(positions, device=rows.device)
         return torch.where(changed, at, positions).amin(-1)
 
@@ -210,7 +208,7 @@ class Trace:
         starts = {layer: starts[layer] for layer in sorted(starts)}
         rows = torch.cat([start.rows for start in starts.values()]).to(self.inputs[0].device)
         read = read.to(rows.device)[rows]
-        if not self.packed or any(name.endswith(UNPACKED) for s in starts.values() for name, _ in s.all_edits()):
+        if self.keys is None or any(name.endswith(UNPACKED) for s in starts.values() for name, _ in s.all_edits()):
             return gather(self._grown_whole(starts), read)
         first = torch.cat(
             [self.first_changes(k, s) if s.first is None else s.first.to(rows.device) for k, s in starts.items()]
@@ -243,19 +241,19 @@ class Trace:
         self, starts: dict[int, Start], rows: Int[Tensor, " row"], first: Int[Tensor, " row"]
     ) -> Float[Tensor, "1 token d_model"]:
         """The positions from `first` on of each row, one row after the other."""
-        for name in keys_and_values(min(starts), len(self.calls)):
-            self.site(name)  # what is not yet known is recorded by running the block, without any hook of a sweep
         positions = self.inputs[0].shape[1]
-        packing = Packing(rows[:0], rows[:0], positions)
+        packing = Packing(rows, first, int(first.min()), positions)
+        every, packing = packing, packing.select(slice(0, 0))
         residual = self.inputs[0].flatten(0, 1)[None, :0]
         spans, done = _Spans(), 0
         drops = not any(start.later for start in starts.values())
         for layer in range(min(starts), len(self.calls)):
-            if drops:  # a row without any change takes part in its own layer only, for the sake of the edits
-                packing = packing.keep(packing.first < positions)
+            changed = packing.first < positions
+            if drops and not bool(changed.all()):  # other rows take part in their own layer only, for the edits' sake
+                packing = packing.select(changed)
             if start := starts.get(layer):
                 n = len(start.rows)
-                joining = Packing(rows[done : done + n], first[done : done + n], positions)
+                joining = every.select(slice(done, done + n))
                 done += n
                 if start.enter is None:
                     new = self.inputs[layer].flatten(0, 1)[joining.rows[joining.row] * positions + joining.position]
@@ -282,30 +280,29 @@ class Trace:
         return unembed(self.model, self.inputs[-1])
 
 
-def keys_and_values(first: int, last: int) -> list[str]:
-    """The hooks that packed rows take keys and values from, of the layers from `first` to before `last`."""
-    return [f"blocks.{layer}.attn.{name}.hook_out" for layer in range(first, last) for name in ("k", "v")]
-
-
 @contextmanager
 def _laid_out(recorded: Trace, layer: int, packing: Packing) -> Iterator[None]:
     """Within the block, the attention of one layer takes and gives packed tokens."""
     attn = recorded.model.bridge.blocks[layer].attn
+    laid_out = packing.positions - packing.start
     given: list[Tensor] = []
+    assert recorded.keys is not None
+    cache = recorded.keys.of(packing)
+
+    def arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**last_positions(kwargs, laid_out), "past_key_values": cache}
 
     def enter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         given.append(output)
-        return output[0, :1].expand(len(packing.rows), packing.positions, -1)  # only its shape is read
+        return output[0, :1].expand(len(packing.rows), laid_out, -1)  # only its shape is read
 
-    def unpack(base: Tensor | None) -> Callable[..., Tensor]:
-        return lambda module, args, output: packing.whole(output[0], base)
-
-    bases = {name: recorded.site(f"blocks.{layer}.attn.{name}.hook_out").flatten(2) for name in ("k", "v")}
-    handles = [attn.hook_in.register_forward_hook(enter)]
-    for name in ("q", "k", "v"):
-        linear = getattr(attn, name)
+    handles = [
+        attn.register_forward_pre_hook(arguments, with_kwargs=True),
+        attn.hook_in.register_forward_hook(enter),
+    ]
+    for linear in (attn.q, attn.k, attn.v):
         handles.append(linear.register_forward_pre_hook(lambda _, args: (given[0], *args[1:])))
-        handles.append(linear.original_component.register_forward_hook(unpack(bases.get(name))))
+        handles.append(linear.original_component.register_forward_hook(lambda _, a, out: packing.lay_out(out[0])))
     output = attn.o.original_component
     handles.append(output.register_forward_pre_hook(lambda _, args: (packing.pack(args[0])[None], *args[1:])))
     try:
@@ -318,10 +315,11 @@ def _laid_out(recorded: Trace, layer: int, packing: Packing) -> Iterator[None]:
 def packs(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
     """Whether a causal change from the middle on gives the same logits when only changed positions are computed.
 
-    Not so where attention has no separate projections of queries, keys, values and output, looks ahead, or is
-    given its input in another way (TransformerLens' `use_split_qkv_input`, `use_attn_in`, `use_attn_result`).
+    Not so where attention has no separate projections of queries, keys, values and output, or looks ahead.
     """
-    recorded = trace(model, tokens)
+    recorded, _ = _record(model, tokens, None, (), keys=True)
+    if recorded.keys is None or any(not hasattr(block.attn, name) for block in model.bridge.blocks for name in "qkvo"):
+        return False
     middle = tokens.shape[1] // 2
     noise = torch.linspace(-1, 1, recorded.inputs[0][0, middle:].numel(), device=recorded.inputs[0].device)
 
@@ -334,8 +332,8 @@ def packs(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
     start = {0: Start(rows, enter=enter)}
     read = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
     with torch.no_grad():
-        whole = replace(recorded, packed=False).grow(start, read)
-        packed = replace(recorded, packed=True).grow(start, read)
+        whole = replace(recorded, keys=None).grow(start, read)
+        packed = recorded.grow(start, read)
     return bool(((whole - packed).abs().max() <= 1e-3 * max(1.0, float(whole.abs().max()))).item())
 
 
@@ -345,12 +343,12 @@ def trace(
     attention_mask: Bool[Tensor, "batch pos"] | None = None,
 ) -> Trace:
     """Run a batch once and record what is needed to continue it from any layer. Autograd is off."""
-    return _record(model, tokens, attention_mask, ())[0]
+    return _record(model, tokens, attention_mask, (), keys=model.packed)[0]
 
 
 def continues(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
     """Whether the run of a batch can be continued from its trace to the same logits."""
-    recorded, logits = _record(model, tokens, None, ())
+    recorded, logits = _record(model, tokens, None, (), keys=False)
     with torch.no_grad():
         again = unembed(model, recorded.inputs[-1])
     return bool(((again - logits).abs().max() <= 1e-3 * max(1.0, float(logits.abs().max()))).item())
@@ -362,13 +360,17 @@ def trace_and_logits(
     attention_mask: Bool[Tensor, "batch pos"] | None,
     sites: Sequence[str],
 ) -> tuple[Trace, Float[Tensor, "batch pos d_vocab"]]:
-    """`trace`, with the activations at some hooks and those that packed rows need, and the logits of the run."""
-    kept = keys_and_values(0, model.bridge.cfg.n_layers) if model.packed else []
-    return _record(model, tokens, attention_mask, [*sites, *kept])
+    """`trace`, with the activations at some hooks, and the logits of the run."""
+    return _record(model, tokens, attention_mask, sites, keys=model.packed)
 
 
 def _record(
-    model: Any, tokens: Int[Tensor, "batch pos"], attention_mask: Bool[Tensor, "batch pos"] | None, sites: Sequence[str]
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Bool[Tensor, "batch pos"] | None,
+    sites: Sequence[str],
+    *,
+    keys: bool,
 ) -> tuple[Trace, Float[Tensor, "batch pos d_vocab"]]:
     inputs: list[Tensor] = []
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -384,7 +386,14 @@ def _record(
     def before_norm(module: nn.Module, args: tuple[Any, ...]) -> None:
         inputs.append(args[0].detach())
 
-    handles = [b.register_forward_pre_hook(before_block, with_kwargs=True) for b in model.bridge.blocks]
+    blocks, found_keys = list(model.bridge.blocks), Keys()
+    handles = [b.register_forward_pre_hook(before_block, with_kwargs=True) for b in blocks]
+    # TransformerLens' ways of forking the input of attention, or of splitting its output, are not packed.
+    forks = ("use_split_qkv_input", "use_attn_in", "use_attn_result")
+    if keys and not any(getattr(model.bridge.cfg, fork, False) for fork in forks):
+        cached = lambda _, args, kwargs: (args, {**kwargs, "past_key_values": found_keys})  # noqa: E731
+        attentions = [block.attn for block in blocks if hasattr(block, "attn")]
+        handles += [attn.register_forward_pre_hook(cached, with_kwargs=True) for attn in attentions]
     handles.append(model.bridge.ln_final.register_forward_pre_hook(before_norm))
     try:
         with torch.no_grad(), capture(model, sites) as found:
@@ -392,9 +401,8 @@ def _record(
     finally:
         for handle in handles:
             handle.remove()
-    cfg = model.bridge.cfg
-    forked = any(getattr(cfg, name, False) for name in ("use_split_qkv_input", "use_attn_in", "use_attn_result"))
-    return Trace(model, tuple(inputs), tuple(calls), model.packed and not forked, dict(found)), logits
+    complete = len(found_keys.found) == len(blocks)
+    return Trace(model, tuple(inputs), tuple(calls), found_keys if complete else None, dict(found)), logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -420,7 +428,7 @@ def prefix(
     recorded = trace(model, tokens, attention_mask)
     # The other layers' inputs are given back; a view of one zero holds their shape.
     kept = tuple(x if i == layer else x.new_zeros(()).expand_as(x) for i, x in enumerate(recorded.inputs))
-    return Prefix(replace(recorded, inputs=kept), layer)
+    return Prefix(replace(recorded, inputs=kept, keys=None), layer)
 
 
 def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:

@@ -58,7 +58,7 @@ def sweep(
         first = _first_changes(recorded, layers, start, max_tokens)
     tokens = (positions - first).sum(1)
     together = max(1, max_tokens // (8 * read.numel()))  # logits are large: those of a few cells at a time
-    passes = [p for p in _passes(layers, tokens, batch * positions, max_tokens) if not done.issuperset(p)]
+    passes = [p for p in _passes(layers, first, positions, max_tokens) if not done.issuperset(p)]
     unchanged = [cell for cell in (tokens == 0).nonzero().flatten().tolist() if cell not in done]
     work = tokens.cpu() * (len(recorded.calls) - torch.tensor(layers))
     if progress and len(passes) > 1:
@@ -129,7 +129,7 @@ def _first_changes(
     """The first position that each cell changes in each row of the batch."""
     batch, positions = recorded.inputs[0].shape[:2]
     first = torch.zeros(len(layers), batch, dtype=torch.long, device=recorded.inputs[0].device)
-    if not recorded.packed:
+    if recorded.keys is None:
         return first
     by_layer: dict[int, list[int]] = {}
     for cell, layer in enumerate(layers):
@@ -144,22 +144,31 @@ def _batches(cells: list[int], n: int) -> list[list[int]]:
     return [cells[i : i + n] for i in range(0, len(cells), n)]
 
 
-def _passes(layers: Sequence[int], tokens: Int[Tensor, " cell"], whole: int, max_tokens: int) -> list[list[int]]:
-    """Cells that change something, layer by layer, in passes of at most `max_tokens` tokens (but a cell at least).
+def _passes(
+    layers: Sequence[int], first: Int[Tensor, "cell batch"], positions: int, max_tokens: int
+) -> list[list[int]]:
+    """Cells that change something, in passes of at most `max_tokens` tokens (but a cell at least).
 
-    `whole`: tokens of a cell of which nothing is left out. Attention lays these out, at about a quarter of the
-    memory that a computed token takes.
+    By first change, since attention lays out all rows of a pass from the earliest one on: a pass ends when it would
+    lay out many more tokens than are computed. A row's keys and values are always laid out whole, at about a quarter
+    of the memory of as many computed tokens.
     """
-    sizes = tokens.clamp(min=whole // 4).tolist()
+    tokens, rows = (positions - first).sum(1).tolist(), (first < positions).sum(1).tolist()
+    earliest = first.amin(1).tolist()
     passes: list[list[int]] = []
-    room = 0
-    for cell in sorted((tokens > 0).nonzero().flatten().tolist(), key=lambda cell: layers[cell]):
-        if sizes[cell] > room:
+    room = computed = laid_out = start = 0
+    for cell in sorted((c for c, n in enumerate(tokens) if n), key=lambda cell: (earliest[cell], layers[cell])):
+        size = max(tokens[cell], rows[cell] * positions // 4)
+        waste = laid_out + rows[cell] * (positions - start) - computed - tokens[cell]
+        if size > room or waste > max(512, (computed + tokens[cell]) // 5):
             passes.append([])
-            room = max_tokens
+            room, computed, laid_out, start = max_tokens, 0, 0, earliest[cell]
         passes[-1].append(cell)
-        room -= sizes[cell]
-    return passes
+        room -= size
+        computed += tokens[cell]
+        laid_out += rows[cell] * (positions - start)
+    # Layer by layer, which is the order that a pass gives its rows in.
+    return [sorted(cells, key=lambda cell: layers[cell]) for cells in passes]
 
 
 def _announce(recorded: hooks.Trace, label: str, cells: int, passes: int, work: int, max_tokens: int) -> None:
