@@ -74,6 +74,7 @@ class HookedModel:
         fingerprint: first 12 hex digits of the SHA-256 of the weights as loaded; components and masks carry it.
         parity: largest difference of its logits from plain Hugging Face's, on a fixed batch.
         fast: whether the model can be continued from an inner layer (`hooks.Trace`), with the same logits.
+        packed: whether a sweep may leave out the positions before a change (`hooks.packs`).
     """
 
     def __init__(self, bridge: Any, tokenizer: Any, name: str, weights: dict[str, nn.Parameter]) -> None:
@@ -83,6 +84,7 @@ class HookedModel:
         self.weights = weights
         self.parity = float("nan")
         self.fast = False
+        self.packed = False
         self._names = {id(p): n for n, p in weights.items()}
         self.live = tuple(_live_parameters(self))
         self._live_by_id = {id(live.tensor): live for live in self.live}
@@ -318,9 +320,8 @@ def wrap(hf_model: Any, tokenizer: Any, name: str = "local") -> HookedModel:
             f"{name}: the wrapped model's logits differ from Hugging Face's by up to {model.parity:.2g}; "
             "its architecture is not supported correctly, so nothing measured on it could be trusted"
         )
-    with torch.no_grad():
-        continued = hooks.trace(model, tokens).logits()
-    model.fast = bool(((continued - wrapped).abs().max() <= 1e-3 * max(1.0, float(wrapped.abs().max()))).item())
+    model.fast = hooks.continues(model, tokens)
+    model.packed = model.fast and hooks.packs(model, tokens)
     return model
 
 
