@@ -1,10 +1,14 @@
 """locus: locate knowledge in a language model, edit only what you located, and measure whether locating helped."""
 
 from locus import attacks as attacks
+from locus import circuits as circuits
 from locus import facts as facts
 from locus import patching as patching
 from locus.attacks import attack as attack
 from locus.attacks import relearn as relearn
+from locus.circuits import circuit as circuit
+from locus.circuits import faithfulness as faithfulness
+from locus.circuits import save_circuit as save_circuit
 from locus.components import Component as Component
 from locus.components import Components as Components
 from locus.edges import Edge as Edge

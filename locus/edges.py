@@ -75,7 +75,8 @@ class Edges(Sequence[Edge]):
     """Edges of one model in a fixed order.
 
     Attributes:
-        senders: the embedding (None), and heads and MLPs, layer by layer; all of the model's, whether or not an edge here has them.
+        senders: the embedding (None), heads and MLPs, layer by layer; all of the model's, whether an edge has them
+            or not.
         receivers: all inputs, the logits last.
         sender: the number of each edge's sender.
         receiver: the number of each edge's receiver.
@@ -245,7 +246,8 @@ def _require_additive(model: Any) -> None:
         if not {"ln1", "ln2", "attn", "mlp"} <= parts:
             raise ValueError(
                 f"{model.name} has no edges that locus can patch: attention and MLP need a norm each before them, "
-                f"and its blocks have {', '.join(sorted(parts))}. Score its components instead, e.g. with ActivationPatching()"
+                f"and its blocks have {', '.join(sorted(parts))}. Score its components instead, e.g. with "
+                "ActivationPatching()"
             )
 
 
