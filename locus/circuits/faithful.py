@@ -135,7 +135,7 @@ def faithfulness(
         batch_size: pairs in one pass at the most.
 
     Raises:
-        ValueError: some edges were not scored, or the metric does not tell clean from corrupted, so that f is undefined.
+        ValueError: some edges were not scored, or the metric does not tell clean from corrupted: then f is undefined.
     """
     fractions = tuple(float(f) for f in fractions)
     if not fractions or list(fractions) != sorted(set(fractions)) or not 0 <= fractions[0] <= fractions[-1] <= 1:
@@ -147,7 +147,7 @@ def faithfulness(
         raise ValueError(f"faithfulness needs scores of all {total} edges, got {len(items)}; localize_edges gives them")
     order = ranking(scores.mean(), by)
     sizes = tuple(round(f * len(items)) for f in fractions)
-    run = _run_edges if isinstance(items, Edges) else _run_components
+    run: Callable = _run_edges if isinstance(items, Edges) else _run_components
     keeps = []
     for size in (*sizes, len(items), 0):
         keep = torch.zeros(len(items), dtype=torch.bool)
@@ -295,7 +295,7 @@ def curves(found: Mapping[str, Faithfulness]) -> Figure:
     base = alt.Chart(alt.Data(values=rows.to_dict("records"))).encode(x=x, color=alt.Color("name:N", title=None))
     tip = ["name:N", "size:Q", *(alt.Tooltip(f"{c}:Q", format=".3f") for c in ("faithfulness", "low", "high"))]
     rules = alt.Chart(alt.Data(values=[{"y": 0}, {"y": 1}])).mark_rule(strokeDash=[3, 3], color="#8E8E8E")
-    chart = alt.layer(
+    chart: Any = alt.layer(
         rules.encode(y="y:Q"),
         base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q", title=title), y2="high:Q"),
         base.mark_line(point=True).encode(y=alt.Y("faithfulness:Q", title=title), tooltip=tip),
@@ -305,7 +305,7 @@ def curves(found: Mapping[str, Faithfulness]) -> Figure:
     return Figure(
         "Faithfulness of circuits",
         chart,
-        f"n = {', '.join(map(str, n))} pairs; bands are 95% bootstrap intervals over pairs. 1 = the whole model, 0 = all "
-        f"corrupted. CPR is the area under the curve, CMD that between it and 1, both on a linear axis. {areas}.",
+        f"n = {', '.join(map(str, n))} pairs; bands are 95% bootstrap intervals over pairs. 1 = the whole model, 0 = "
+        f"all corrupted. CPR is the area under the curve, CMD that between it and 1, both on a linear axis. {areas}.",
         f"Faithfulness by size of the circuit. {areas}.",
     )

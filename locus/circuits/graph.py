@@ -22,7 +22,7 @@ FORMATS = ("json", "svg", "png", "pdf", "html")
 
 
 def circuit(scores: EdgeScores, n: int = 30, *, by: str = "magnitude", connected: bool = True) -> EdgeScores:
-    """The scores of the top n edges; without those that are on no path from the embedding to the logits, if `connected`.
+    """The scores of the top n edges; if `connected`, only those on a path from the embedding to the logits.
 
     An edge that is on no such path within the circuit carries nothing, so leaving it out changes no prediction.
 
@@ -68,7 +68,7 @@ def readers(graph: Edges, receiver: Receiver) -> tuple[Component, ...]:
     if component.kind != "kv":
         return (component,)
     heads = sum(s is not None and s.kind == "head" and s.layer == component.layer for s in graph.senders)
-    groups = sum(r.input == "k" and r.component is not None and r[0].layer == component.layer for r in graph.receivers)
+    groups = sum(r.input == "k" and r[0] is not None and r[0].layer == component.layer for r in graph.receivers)
     share = heads // groups
     assert component.index is not None
     return tuple(Component(component.layer, "head", component.index * share + i) for i in range(share))
@@ -82,7 +82,9 @@ def node_link(scores: EdgeScores) -> dict[str, Any]:
     pairs = len(scores.values)
     error = scores.values.std(0) / pairs**0.5 if pairs > 1 else torch.full((len(scores.edges),), torch.nan)
     method, fields = method_record(scores.method)
-    rows, names, groups = [], {}, {}
+    rows: list[dict[str, Any]] = []
+    names: dict[str, Component | None] = {}
+    groups: dict[str, list[str]] = {}
     for edge, score, spread in zip(scores.edges, scores.mean().tolist(), error.tolist(), strict=True):
         source, target = str(edge.sender or EMBED), str(edge.receiver.component or LOGITS)
         names |= {source: edge.sender, target: edge.receiver.component}
@@ -135,7 +137,7 @@ def save_circuit(scores: EdgeScores, path: str | Path) -> Path:
         text = json.dumps(node_link(scores), indent=1, default=repr)
         write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     else:
-        chart = picture(scores).chart
+        chart: Any = picture(scores).chart
         write(path, lambda temporary: chart.save(str(temporary), format=ending))
     return path
 
@@ -166,7 +168,7 @@ def picture(scores: EdgeScores) -> Figure:
     sign = alt.Scale(domain=["supports the answer", "against it"], range=[POSITIVE, NEGATIVE])
     size = alt.Scale(domain=[0, float(lines["size"].max()) or 1.0], range=[0.6, 7])
     nodes = _chart(points).encode(x=x, y=y)
-    chart = alt.layer(
+    chart: Any = alt.layer(
         _chart(gray).mark_rule(color="#B8B8B8", strokeDash=[2, 2]).encode(x=x, y=y, x2="x2:Q", y2="y2:Q"),
         _chart(lines)
         .mark_line(interpolate="basis", opacity=0.75)
@@ -192,8 +194,8 @@ def picture(scores: EdgeScores) -> Figure:
     return Figure(
         "Circuit",
         chart,
-        f"n = {record['n']} pairs; {len(place)} nodes, {len(data['edges'])} edges; {record['metric']} by {scores.method!r}. "
-        f"Read from bottom to top; the thickest edge has {best[0]['score']:+.3g}.",
+        f"n = {record['n']} pairs; {len(place)} nodes, {len(data['edges'])} edges; {record['metric']} by "
+        f"{scores.method!r}. Read from bottom to top; the thickest edge has {best[0]['score']:+.3g}.",
         "Largest edges: " + ", ".join(f"{edge['key']} {edge['score']:+.3g}" for edge in best) + ".",
     )
 
