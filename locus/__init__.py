@@ -1,16 +1,24 @@
 """locus: locate knowledge in a language model, edit only what you located, and measure whether locating helped."""
 
 from locus import attacks as attacks
+from locus import circuits as circuits
 from locus import facts as facts
 from locus import patching as patching
 from locus import view as view
 from locus.attacks import attack as attack
 from locus.attacks import relearn as relearn
+from locus.circuits import circuit as circuit
+from locus.circuits import faithfulness as faithfulness
+from locus.circuits import save_circuit as save_circuit
 from locus.components import Component as Component
 from locus.components import Components as Components
+from locus.edges import Edge as Edge
+from locus.edges import Edges as Edges
+from locus.edges import EdgeScores as EdgeScores
 from locus.evaluate import Evaluation as Evaluation
 from locus.evaluate import drift as drift
 from locus.evaluate import evaluate as evaluate
+from locus.localize import EAP as EAP
 from locus.localize import SNIP as SNIP
 from locus.localize import WAGLE as WAGLE
 from locus.localize import ActivationPatching as ActivationPatching
@@ -22,11 +30,14 @@ from locus.localize import HardConcrete as HardConcrete
 from locus.localize import Knockout as Knockout
 from locus.localize import Magnitude as Magnitude
 from locus.localize import MemFlex as MemFlex
+from locus.localize import PathPatching as PathPatching
 from locus.localize import Random as Random
 from locus.localize import Slimming as Slimming
 from locus.localize import Wanda as Wanda
 from locus.localize import localize as localize
+from locus.localize import localize_edges as localize_edges
 from locus.localize import localize_weights as localize_weights
+from locus.localize import path_patch as path_patch
 from locus.masks import Mask as Mask
 from locus.masks import ParameterMask as ParameterMask
 from locus.masks import controls as controls

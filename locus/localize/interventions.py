@@ -1,5 +1,6 @@
 """Exact interventions: replace a component's activation and measure the metric."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -100,6 +101,23 @@ def activations(
 
 def targets(pairs: Any) -> Targets:
     return Targets(answer=pairs.answer, distractor=pairs.distractor, mask=pairs.read_mask)
+
+
+def per_example(metric: Callable) -> Callable:
+    """The metric, refusing a result that is not one value a row: it would be broadcast to all facts."""
+
+    @functools.wraps(metric)
+    def checked(logits: Tensor, targets: Targets) -> Tensor:
+        value = metric(logits, targets)
+        if not isinstance(value, Tensor) or value.shape != logits.shape[:1]:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"the metric {getattr(metric, '__name__', metric)!r} returned {got}; expected one value for each of "
+                f"{len(logits)} rows: average over tokens, not over rows"
+            )
+        return value
+
+    return checked
 
 
 def intervene(
