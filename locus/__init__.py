@@ -27,7 +27,9 @@ from locus.localize import AttributionPatching as AttributionPatching
 from locus.localize import Fisher as Fisher
 from locus.localize import GradientSaliency as GradientSaliency
 from locus.localize import HardConcrete as HardConcrete
+from locus.localize import IntegratedGradients as IntegratedGradients
 from locus.localize import Knockout as Knockout
+from locus.localize import KnowledgeNeurons as KnowledgeNeurons
 from locus.localize import Magnitude as Magnitude
 from locus.localize import MemFlex as MemFlex
 from locus.localize import PathPatching as PathPatching

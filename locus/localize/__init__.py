@@ -12,6 +12,7 @@ from torch import Tensor
 
 from locus.components import Components
 from locus.localize.attribution import AttributionPatching
+from locus.localize.integrated import IntegratedGradients, KnowledgeNeurons
 from locus.localize.interventions import ActivationPatching, Knockout, per_example
 from locus.localize.learned import HardConcrete, Slimming
 from locus.localize.paths import EAP, PathPatching, localize_edges, path_patch
@@ -41,7 +42,9 @@ __all__ = [
     "Fisher",
     "GradientSaliency",
     "HardConcrete",
+    "IntegratedGradients",
     "Knockout",
+    "KnowledgeNeurons",
     "Magnitude",
     "MemFlex",
     "Method",
@@ -71,6 +74,8 @@ class Method(Protocol):
 METHODS: tuple[type, ...] = (
     ActivationPatching,
     AttributionPatching,
+    IntegratedGradients,
+    KnowledgeNeurons,
     Knockout,
     EAP,
     PathPatching,
