@@ -23,6 +23,7 @@ from locus.localize import SNIP as SNIP
 from locus.localize import WAGLE as WAGLE
 from locus.localize import ActivationPatching as ActivationPatching
 from locus.localize import Activations as Activations
+from locus.localize import AtPStar as AtPStar
 from locus.localize import AttributionPatching as AttributionPatching
 from locus.localize import Fisher as Fisher
 from locus.localize import GradientSaliency as GradientSaliency

@@ -100,6 +100,8 @@ def localizers() -> dict[str, Any]:
         "patching, noising": lo.ActivationPatching(direction="noising"),
         "attribution": lo.AttributionPatching(),
         "attribution, noising": lo.AttributionPatching(direction="noising"),
+        "atp*": lo.AtPStar(),
+        "atp*, graddrop": lo.AtPStar(drop=True),
         "integrated gradients": lo.IntegratedGradients(steps=3),
         "integrated gradients, inputs": lo.IntegratedGradients(over="inputs", steps=3),
         "knowledge neurons": lo.KnowledgeNeurons(steps=3),

@@ -1,12 +1,14 @@
 import pytest
 import torch
-from helpers import contrast_pairs
+from helpers import ARCHITECTURES, contrast_pairs, tokenizer
 from test_components import kinds
 from test_localize import metric_of, replaced
 
-from locus import hooks
+from locus import hooks, wrap
 from locus.components import Components
-from locus.localize import IntegratedGradients, KnowledgeNeurons
+from locus.localize import AtPStar, IntegratedGradients, KnowledgeNeurons
+from locus.localize.atp_star import pattern_change
+from locus.localize.attribution import gradients_at
 from locus.localize.interventions import activations, targets
 from locus.metrics import logit_difference, probability
 
@@ -172,3 +174,84 @@ def test_bad_requests_say_the_way_out():
     for method in (IntegratedGradients, KnowledgeNeurons):
         with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
             method(steps=0)
+
+
+def test_patched_patterns_equal_the_formula():
+    """GPT-2 has no rotation: softmax(q k / √d) by hand, one node at a time."""
+    model, pairs = wrap(ARCHITECTURES["gpt2"]().double(), tokenizer()), contrast_pairs(padding="right")
+    names = [f"blocks.1.attn.hook_{n}" for n in "qk"]
+    (q, k), (q2, k2) = (
+        hooks.states(model, t, pairs.attention_mask, names).values() for t in (pairs.corrupted, pairs.clean)
+    )
+    allowed = torch.ones(6, 6).tril().bool() & pairs.attention_mask[:, None, None]
+
+    def pattern(q, k):
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5
+        return scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+
+    expected = torch.zeros(3, 4, 6, 6, dtype=torch.float64)
+    for at in range(6):
+        one = (torch.arange(6) == at)[None, :, None, None] & pairs.attention_mask[..., None, None]
+        expected += pattern(torch.where(one, q2, q), k) - pattern(q, k)
+        expected += pattern(q, torch.where(one, k2, k)) - pattern(q, k)
+    expected = expected * pairs.attention_mask[:, None, :, None]
+    got = pattern_change(model, pairs.corrupted, pairs.clean, pairs, 1)
+    assert expected.abs().max() > 1e-2 and (got - expected).abs().max() < 1e-6
+
+
+def test_atp_star_sees_a_saturated_head_that_the_gradient_does_not():
+    """Queries 300 times as large: the pattern is one-hot, its slope 0; the other prompt's queries look elsewhere."""
+    model, pairs = wrap(ARCHITECTURES["gpt2"]().double(), tokenizer()), contrast_pairs()
+    model.bridge.blocks[2].attn.q.original_component.weight.data.mul_(300)
+    heads = layer_of(model.components("head"), 2)
+    names = [f"blocks.2.attn.hook_{n}" for n in "qk"]
+    here, other = (hooks.states(model, t, pairs.attention_mask, names) for t in (pairs.corrupted, pairs.clean))
+    slopes = gradients_at(model, pairs.corrupted, pairs, names, logit_difference)[0]
+    plain = sum(((other[name] - here[name]) * slopes[name]).sum((1, 2, 3)) for name in names)
+    exact, before = torch.zeros(3, dtype=torch.float64), metric_of(model, pairs.corrupted, pairs)
+    for name in names:
+        for position in range(6):
+            act = here[name].clone()
+            act[:, position] = other[name][:, position]
+            exact += swapped(model, pairs.corrupted, pairs, heads, {name: act}) - before
+    fixed = AtPStar().score(model, pairs, heads, logit_difference, False).sum(1)
+    saturated = exact.abs() > 0.1
+    assert saturated.sum() == 2
+    assert (plain[saturated].abs() < 0.01 * exact[saturated].abs()).all(), (plain, fixed, exact)
+    # What is left is the curvature of the final norm: AtP* is first-order in the pattern.
+    assert ((fixed - exact)[saturated].abs() < 0.4 * exact[saturated].abs()).all(), (plain, fixed, exact)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_atp_star_is_the_slope_of_moving_the_pattern(llama, drop, direction):
+    """By central differences, with the outputs of the dropped layer held."""
+    pairs, sign = contrast_pairs(padding="left"), 1 if direction == "denoising" else -1
+    base, source = (pairs.corrupted, pairs.clean)[::sign]
+    heads = layer_of(llama.components("head"), 0)
+    values = AtPStar(drop, direction).score(llama, pairs, heads, logit_difference, False)
+    name, change = "blocks.0.attn.hook_pattern", pattern_change(llama, base, source, pairs, 0)
+    for head in range(4):
+        terms = []
+        for layer in range(3) if drop else [None]:
+            held = [] if layer is None else [f"blocks.{layer}.hook_{n}_out" for n in ("attn", "mlp")]
+            kept = hooks.states(llama, base, pairs.attention_mask, held) if held else {}
+            sides = []
+            for eps in (1e-2, -1e-2):
+                step = torch.zeros_like(change)
+                step[:, head] = eps * change[:, head]
+                fixed = [(n, lambda _, value=value: value) for n, value in kept.items()]
+                with hooks.edits(llama, [(name, lambda act, step=step: act + step), *fixed]):
+                    sides.append(metric_of(llama, base, pairs))
+            terms.append((sides[0] - sides[1]) / 2e-2)
+        expected = torch.stack(terms).abs().sum(0) / 2 if drop else sign * terms[0]
+        assert torch.allclose(values[:, head], expected, rtol=2e-2, atol=1e-4), head
+
+
+def test_atp_star_runs_on_every_architecture(any_model):
+    """Finite, with padding; and batches of pairs do not change it."""
+    pairs, heads = contrast_pairs(padding="left"), any_model.components("head")
+    whole = AtPStar().score(any_model, pairs, heads, logit_difference, False)
+    parts = AtPStar(batch_size=2).score(any_model, pairs, heads, logit_difference, False)
+    assert whole.isfinite().all() and whole.std() > 0
+    assert (whole - parts).abs().max() < 1e-5

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locus.components import Components
+from locus.localize.atp_star import AtPStar
 from locus.localize.attribution import AttributionPatching
 from locus.localize.integrated import IntegratedGradients, KnowledgeNeurons
 from locus.localize.interventions import ActivationPatching, Knockout, per_example
@@ -38,6 +39,7 @@ __all__ = [
     "WAGLE",
     "ActivationPatching",
     "Activations",
+    "AtPStar",
     "AttributionPatching",
     "Fisher",
     "GradientSaliency",
@@ -74,6 +76,7 @@ class Method(Protocol):
 METHODS: tuple[type, ...] = (
     ActivationPatching,
     AttributionPatching,
+    AtPStar,
     IntegratedGradients,
     KnowledgeNeurons,
     Knockout,
