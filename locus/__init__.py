@@ -23,11 +23,14 @@ from locus.localize import SNIP as SNIP
 from locus.localize import WAGLE as WAGLE
 from locus.localize import ActivationPatching as ActivationPatching
 from locus.localize import Activations as Activations
+from locus.localize import AtPStar as AtPStar
 from locus.localize import AttributionPatching as AttributionPatching
 from locus.localize import Fisher as Fisher
 from locus.localize import GradientSaliency as GradientSaliency
 from locus.localize import HardConcrete as HardConcrete
+from locus.localize import IntegratedGradients as IntegratedGradients
 from locus.localize import Knockout as Knockout
+from locus.localize import KnowledgeNeurons as KnowledgeNeurons
 from locus.localize import Magnitude as Magnitude
 from locus.localize import MemFlex as MemFlex
 from locus.localize import PathPatching as PathPatching

@@ -11,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locus.components import Components
+from locus.localize.atp_star import AtPStar
 from locus.localize.attribution import AttributionPatching
+from locus.localize.integrated import IntegratedGradients, KnowledgeNeurons
 from locus.localize.interventions import ActivationPatching, Knockout, per_example
 from locus.localize.learned import HardConcrete, Slimming
 from locus.localize.paths import EAP, PathPatching, localize_edges, path_patch
@@ -37,11 +39,14 @@ __all__ = [
     "WAGLE",
     "ActivationPatching",
     "Activations",
+    "AtPStar",
     "AttributionPatching",
     "Fisher",
     "GradientSaliency",
     "HardConcrete",
+    "IntegratedGradients",
     "Knockout",
+    "KnowledgeNeurons",
     "Magnitude",
     "MemFlex",
     "Method",
@@ -71,6 +76,9 @@ class Method(Protocol):
 METHODS: tuple[type, ...] = (
     ActivationPatching,
     AttributionPatching,
+    AtPStar,
+    IntegratedGradients,
+    KnowledgeNeurons,
     Knockout,
     EAP,
     PathPatching,

@@ -1,7 +1,8 @@
 """Attribution patching: the first-order estimate of activation patching, all components in one backward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from locus import hooks
 from locus.components import Components
 from locus.localize.interventions import activations, hook_names, targets
+
+ENTRY = "blocks.0.hook_resid_pre"  # the embeddings, positions included
 
 
 @dataclass(frozen=True)
@@ -53,39 +56,50 @@ class AttributionPatching:
         other = activations(model, source, pairs.attention_mask, components)
         gradients, here = gradients_at(model, base, pairs, list(other), metric)
         sign = 1 if denoising else -1
-        mask = pairs.attention_mask.to(model.device)
-        products: dict[str, Tensor] = {}
-        for name in other:
-            product = sign * (other[name] - here[name]) * gradients[name]
-            # Activations at padding mean nothing, and may be NaN.
-            keep = mask.reshape(*mask.shape, *[1] * (product.ndim - 2))
-            product = product.masked_fill(~keep, 0).sum(1)
-            if product.ndim == 3:  # heads: over d_head
-                product = product.sum(-1)
-            elif not name.endswith("hook_post"):  # a block: over d_model
-                product = product.sum(-1, keepdim=True)
-            products[name] = product
-        columns = []
-        for component in components:
-            parts = [products[name][:, component.index or 0] for name in hook_names(component)]
-            columns.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
-        return torch.stack(columns, dim=1)
+        products = {name: sign * (other[name] - here[name]) * gradients[name] for name in other}
+        return summed(products, pairs.attention_mask, components)
+
+
+def summed(
+    products: dict[str, Tensor], attention_mask: Tensor, components: Components
+) -> Float[Tensor, "fact component"]:
+    """Contributions at hooks, [fact, pos, …], summed over positions and dimensions to each component's."""
+    sums: dict[str, Tensor] = {}
+    for name, product in products.items():
+        # Activations at padding mean nothing, and may be NaN.
+        keep = attention_mask.to(product.device).reshape(*attention_mask.shape, *[1] * (product.ndim - 2))
+        product = product.masked_fill(~keep, 0).sum(1)
+        if product.ndim == 3:  # heads: over d_head
+            product = product.sum(-1)
+        elif not name.endswith("hook_post"):  # a block: over d_model
+            product = product.sum(-1, keepdim=True)
+        sums[name] = product
+    columns = []
+    for component in components:
+        parts = [sums[name][:, component.index or 0] for name in hook_names(component)]
+        columns.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+    return torch.stack(columns, dim=1)
 
 
 def gradients_at(
-    model: Any, tokens: Tensor, pairs: Any, names: list[str], metric: Callable
+    model: Any,
+    tokens: Tensor,
+    pairs: Any,
+    names: list[str],
+    metric: Callable,
+    moved: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """∂m/∂a and a, at the named hooks, of each pair's metric. The parameters are frozen, so the backward pass is
-    about one forward pass; rows do not mix, so one backward of the sum gives every pair's own gradient."""
-    entry = "blocks.0.hook_resid_pre"
+    """∂m/∂a and a, at the named hooks, of each pair's metric, the activations of `moved` replaced. The parameters are
+    frozen, so the backward pass is about one forward pass; rows do not mix, so one backward of the sum gives every
+    pair's own gradient."""
 
-    def leaf(residual: Tensor) -> Tensor:
-        return residual.detach().requires_grad_()
+    def leaf(value: Tensor | None) -> hooks.Edit:
+        return lambda activation: (activation if value is None else value).detach().requires_grad_()
 
     with (
         torch.enable_grad(),
         model.frozen(),
-        hooks.edits(model, [(entry, leaf)]),
+        hooks.edits(model, [(name, leaf(value)) for name, value in {ENTRY: None, **moved}.items()]),
         hooks.capture(model, names) as found,
         hooks.read_only(model, pairs.read),
     ):

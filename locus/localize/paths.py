@@ -50,7 +50,7 @@ class EAP:
     KINDS: ClassVar[tuple[str, ...]] = ("head", "mlp")
 
     def __post_init__(self) -> None:
-        _require_direction(self.direction)
+        require_direction(self.direction)
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
 
@@ -58,7 +58,7 @@ class EAP:
         self, model: Any, pairs: Any, chosen: Edges, metric: Callable, progress: bool
     ) -> Float[Tensor, "pair edge"]:
         parts = []
-        for some in _batches(pairs, self.batch_size, "edge attribution" if progress else None):
+        for some in batches(pairs, self.batch_size, "edge attribution" if progress else None):
             parts.append(self._matrix(model, some, chosen, metric)[:, chosen.sender, chosen.receiver].cpu())
         return torch.cat(parts)
 
@@ -120,7 +120,7 @@ class PathPatching:
     KINDS: ClassVar[tuple[str, ...]] = ("head", "mlp")
 
     def __post_init__(self) -> None:
-        _require_direction(self.direction)
+        require_direction(self.direction)
 
     def score_edges(
         self, model: Any, pairs: Any, chosen: Edges, metric: Callable, progress: bool
@@ -156,7 +156,7 @@ class PathPatching:
             return torch.zeros(len(pairs), 0)
         label = f"path patching, {self.direction}" if progress else None
         return torch.cat(
-            [self._some(model, some, graph, cells, metric) for some in _batches(pairs, self.batch_size, label)]
+            [self._some(model, some, graph, cells, metric) for some in batches(pairs, self.batch_size, label)]
         )
 
     def _some(
@@ -257,12 +257,12 @@ def path_patch(
     return method._patch(model, pairs, graph, [(place or 0, receivers)], per_example(metric), False)[:, 0]
 
 
-def _require_direction(direction: str) -> None:
+def require_direction(direction: str) -> None:
     if direction not in ("denoising", "noising"):
         raise ValueError(f"direction must be 'denoising' or 'noising', got {direction!r}")
 
 
-def _batches(pairs: Any, size: int, label: str | None) -> Iterator[Any]:
+def batches(pairs: Any, size: int, label: str | None) -> Iterator[Any]:
     """Some pairs at a time, with a bar."""
     for first in tqdm(range(0, len(pairs), size), desc=label, disable=label is None, file=sys.stderr, leave=False):
         yield pairs[first : first + size]
