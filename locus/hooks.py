@@ -92,13 +92,53 @@ def read_only(model: Any, read: Int[Tensor, "batch read"]) -> Iterator[None]:
         handle.remove()
 
 
+class Passes:
+    """How many forward and backward passes of one prompt ran, in units of the whole model: see `passes`."""
+
+    def __init__(self) -> None:
+        self.forward = 0.0
+        self.backward = 0.0
+
+    def __repr__(self) -> str:
+        return f"{self.forward:,.1f} forward and {self.backward:,.1f} backward passes of one prompt"
+
+
+@contextmanager
+def passes(model: Any) -> Iterator[Passes]:
+    """Within the block, counts the passes through the model's blocks.
+
+    One = one prompt through all blocks; a row that starts at layer l of L counts (L - l) / L. So a sweep that grows
+    its batch and a loop over whole passes are counted by the work that they are, whatever their batches.
+    """
+    found = Passes()
+    blocks = list(model.bridge.blocks)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        residual = output[0] if isinstance(output, tuple) else output
+        share = residual.shape[0] / len(blocks)
+        found.forward += share
+        if residual.requires_grad:
+            residual.register_hook(lambda gradient: _count_backward(found, share))
+
+    handles = [block.register_forward_hook(hook) for block in blocks]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _count_backward(found: Passes, share: float) -> None:
+    found.backward += share
+
+
 @dataclass(frozen=True, eq=False)
 class Start:
     """Rows that begin at one layer of a sweep.
 
     Attributes:
         rows: Int[" row"], the batch row of the trace that each one is a copy of.
-        edits: hook inside this layer → function of the activations of these rows, [row, pos, …].
+        edits: hook inside this layer, or inside a later one → function of the activations of these rows, [row, pos, …].
         enter: function of the residual stream with which these rows enter the layer.
     """
 
@@ -158,20 +198,18 @@ class Trace:
         device = self.inputs[0].device
         rows = torch.empty(0, dtype=torch.long, device=device)
         residual = self.inputs[0][:0]
+        joined: list[tuple[int, int, Start]] = []
         for layer in range(min(starts), len(self.calls)):
             start = starts.get(layer)
-            if start is None:
-                residual = self.block(layer, residual, rows)
-                continue
-            new_rows = start.rows.to(device)
-            n = len(new_rows)
-            new = self.inputs[layer].index_select(0, new_rows)
-            if start.enter is not None:
-                new = start.enter(new)
-            rows = torch.cat([rows, new_rows])
-            residual = torch.cat([residual, new])
-            share = n / len(rows)
-            with edits(self.model, [(name, _last(share, edit)) for name, edit in start.edits.items()]):
+            if start is not None:
+                new_rows = start.rows.to(device)
+                new = self.inputs[layer].index_select(0, new_rows)
+                if start.enter is not None:
+                    new = start.enter(new)
+                joined.append((len(rows), len(rows) + len(new_rows), start))
+                rows = torch.cat([rows, new_rows])
+                residual = torch.cat([residual, new])
+            with edits(self.model, _edits_at(layer, joined, len(rows))):
                 residual = self.block(layer, residual, rows)
         return unembed(self.model, gather(residual, read.to(device)[rows]))
 
@@ -311,15 +349,29 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _last(share: float, edit: Edit) -> Edit:
-    """An edit of the rows that have just joined the batch: the last `share` of the first axis.
+def _edits_at(layer: int, joined: Sequence[tuple[int, int, Start]], total: int) -> list[tuple[str, Edit]]:
+    """The edits inside one layer of all rows that have joined the batch; each has (first row, end, start)."""
+    by_name: dict[str, list[tuple[float, float, Edit]]] = {}
+    for first, end, start in joined:
+        for name, edit in start.edits.items():
+            if name.startswith(f"blocks.{layer}."):
+                by_name.setdefault(name, []).append((first / total, end / total, edit))
+    return [(name, _parts(parts)) for name, parts in by_name.items()]
 
-    A share, and not a number, because a router flattens batch and position into one axis.
+
+def _parts(parts: Sequence[tuple[float, float, Edit]]) -> Edit:
+    """An edit that applies others to parts of the first axis, each between two shares of its length, in order.
+
+    Shares, and not numbers, because a router flattens batch and position into one axis.
     """
 
     def apply(activation: Tensor) -> Tensor:
-        n = round(activation.shape[0] * share)
-        return torch.cat([activation[:-n], edit(activation[-n:])])
+        n, done, pieces = activation.shape[0], 0, []
+        for first, end, edit in parts:
+            begin, stop = round(n * first), round(n * end)
+            pieces += [activation[done:begin], edit(activation[begin:stop])]
+            done = stop
+        return torch.cat([*pieces, activation[done:]])
 
     return apply
 
