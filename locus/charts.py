@@ -5,6 +5,7 @@ In a notebook, show `figure.chart`; the report embeds the same charts.
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +129,8 @@ def tradeoffs(table: pd.DataFrame) -> Iterator[Figure]:
 
 def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
     rows = rows.assign(shown=rows.arm.map(ARMS).fillna(rows.arm), line=rows.arm + rows.draw.astype(str))
-    pick = alt.selection_point(fields=["shown"], bind="legend")
+    # Named, so that several of these charts can stand in one picture.
+    pick = alt.selection_point(name="arm_" + re.sub(r"\W", "_", title), fields=["shown"], bind="legend")
     scale = alt.Scale(domain=[0, 1], clamp=True)
     channels: dict[str, Any] = {
         "x": alt.X("retain_strength:Q", title="retain strength (higher is better)", scale=scale),

@@ -19,12 +19,12 @@ The output bias of attention or of an MLP belongs to no head and no neuron, only
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 LABELS = {
@@ -186,16 +186,39 @@ def parameter_mask(
             f"these components belong to model {components.model}, not to {model.name} ({model.fingerprint}); "
             "make the mask from this model's components"
         )
-    groups: dict[tuple[int, str], list[int]] = {}
-    for component in (components[i] for i in selected.nonzero().flatten().tolist()):
-        groups.setdefault((component.layer, component.kind), []).append(component.index or 0)
     masks: dict[str, Tensor] = {}
-    for (layer, kind), indices in groups.items():
-        for name, index in _slices(model, layer, kind, indices).items():
+    for (layer, kind), members in _groups(components, selected.nonzero().flatten().tolist()).items():
+        for name, index in _slices(model, layer, kind, [components[i].index or 0 for i in members]).items():
             if name not in masks:
                 masks[name] = torch.zeros(model.weights[name].shape, dtype=torch.bool)
             masks[name][index] = True
     return masks
+
+
+def owned(model: Any, components: Components) -> list[str]:
+    """Names of the parameters of which the components own entries."""
+    groups = _groups(components, range(len(components)))
+    return list(dict.fromkeys(name for (layer, kind) in groups for name in _slices(model, layer, kind, [0])))
+
+
+def totals(
+    model: Any, entries: Mapping[str, Float[Tensor, "..."]], components: Components
+) -> Float[Tensor, " component"]:
+    """Sum over the entries that each component owns, of full-shape tensors of numbers about the parameters."""
+    first = next(iter(entries.values()))
+    sums = torch.zeros(len(components), dtype=first.dtype, device=first.device)
+    for (layer, kind), members in _groups(components, range(len(components))).items():
+        each = model.cfg.d_head if kind in ("head", "kv") else 1
+        for name, index in _slices(model, layer, kind, [components[i].index or 0 for i in members]).items():
+            values = entries[name]
+            if kind in BLOCKS:
+                sums[members] += values.sum()
+                continue
+            axis, units = len(index) - 1, index[-1].to(values.device)
+            line = values.movedim(axis, 0).reshape(values.shape[axis], -1).sum(1)
+            # A fused tensor has several parts, each with the units of all components in their order.
+            sums[members] += line[units].reshape(-1, len(members), each).sum((0, 2))
+    return sums
 
 
 def site(component: Component) -> str:
@@ -213,6 +236,14 @@ def site(component: Component) -> str:
         "expert": "mlp.hook_expert_weights",
     }
     return f"blocks.{component.layer}.{names[component.kind]}"
+
+
+def _groups(components: Components, members: Iterable[int]) -> dict[tuple[int, str], list[int]]:
+    """Positions in `components` by layer and kind."""
+    groups: dict[tuple[int, str], list[int]] = {}
+    for i in members:
+        groups.setdefault((components[i].layer, components[i].kind), []).append(i)
+    return groups
 
 
 def _slices(model: Any, layer: int, kind: str, indices: list[int]) -> dict[str, tuple[Any, ...]]:

@@ -10,7 +10,8 @@ from locus.attacks import attack, recovery, worst
 from locus.evaluate import evaluate
 from locus.facts import Facts, FactSplit, encode
 from locus.inject import elsewhere, plant, region
-from locus.localize import localize
+from locus.localize import given, localize, localize_weights
+from locus.localize.weights import ByEntries
 from locus.masks import Mask, ParameterMask
 from locus.models import HookedModel
 from locus.runs import STATES, Case, Plan, Planting, Run, named, smaller, steps, update_of
@@ -26,6 +27,12 @@ def _planting(plan: Plan) -> Planting:
 def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, seed: int, *, draws: int) -> Case:
     """Plant the facts to forget of a seed in a region of its own, and choose the masks of all arms."""
     planting = _planting(plan)
+    coarse = [name for name, method in named(plan.localizers).items() if not isinstance(method, ByEntries)]
+    if planting.kind == "weight" and {"top", "bottom"} & set(planting.arms) and coarse:
+        raise ValueError(
+            f"{coarse[0]} scores no single weights, in which the facts are planted; take localizers that do "
+            "(GradientSaliency, SNIP, Fisher, WAGLE, Magnitude, Wanda), or leave top and bottom out of the arms."
+        )
     split = facts.split(forget=plan.forget, seed=seed)
     # The model's own facts may be of the same relations: these are of other subjects, and only measured.
     split = replace(split, other=other or Facts())
@@ -61,12 +68,21 @@ def _masks(
     masks |= {("", "all", 0): whole, ("", "kind", 0): kind}
     masks["", "complement", 0] = place.complement(model) if isinstance(place, ParameterMask) else ~place
     if {"top", "bottom"} & set(planting.arms):
-        pairs = split.forget.contrast_pairs(model, seed=seed)
         for name, method in named(plan.localizers).items():
-            scores = localize(model, pairs, method, components=planting.kind, progress=False)
-            masks[name, "top", 0] = Mask.top(scores, planting.share)
-            masks[name, "bottom", 0] = Mask.bottom(scores, planting.share)
+            top, bottom = _located(model, split, planting, method, seed)
+            masks |= {(name, "top", 0): top, (name, "bottom", 0): bottom}
     return masks
+
+
+def _located(
+    model: HookedModel, split: FactSplit, planting: Planting, method: Any, seed: int
+) -> list[Mask | ParameterMask]:
+    """What a localizer ranks first and last."""
+    if planting.kind == "weight":
+        return [localize_weights(model, split, method, budget=planting.share, select=s) for s in ("top", "bottom")]
+    pairs = split.forget.contrast_pairs(model, seed=seed)
+    scores = localize(model, pairs, given(method, split), components=planting.kind, progress=False)
+    return [Mask.top(scores, planting.share), Mask.bottom(scores, planting.share)]
 
 
 def execute(model: HookedModel, case: Case, plan: Plan, run: Run) -> dict[str, Any]:

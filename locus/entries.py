@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locus.components import slices
@@ -143,7 +143,7 @@ class ParameterMask(Mapping):
                 _require_one_model(recipe, other.recipe, f"random({what}=)")
                 recipe[what] = other.recipe
         taken = {} if disjoint_from is None else disjoint_from.tensors
-        names = set(_matrices(model) if like is None else like)
+        names = set(matrices(model) if like is None else like)
         free = {
             name: (~taken[name].cpu()).flatten() if name in taken else torch.ones(weight.numel(), dtype=torch.bool)
             for name, weight in model.weights.items()
@@ -171,6 +171,37 @@ class ParameterMask(Mapping):
         if not tensors:
             raise ValueError(f"ParameterMask.random: a budget of {budget} selects no entry of any matrix.")
         return cls(tensors, recipe)
+
+    @classmethod
+    def top(
+        cls, scores: Mapping[str, Float[Tensor, "..."]], budget: float, *, recipe: dict | None = None
+    ) -> "ParameterMask":
+        """The entries with the largest scores, in one ranking of all tensors; ties in the order of the entries.
+
+        budget: as many entries as this share of every tensor, rounded down, makes together: as in `random`
+        """
+        allowed = sum(entries_allowed(budget, values.numel(), "ParameterMask.top") for values in scores.values())
+        if not allowed:
+            raise ValueError(
+                f"ParameterMask.top: a budget of {budget} selects no entry of any of {len(scores)} tensors."
+            )
+        flat = np.concatenate([values.detach().cpu().reshape(-1).numpy() for values in scores.values()])
+        if not np.isfinite(flat).all():
+            raise ValueError(
+                f"ParameterMask.top: {(~np.isfinite(flat)).sum():,} of {len(flat):,} scores are not finite; "
+                "compute them in float32."
+            )
+        # A threshold, and not a sort: no index of all entries is ever in memory.
+        threshold = np.partition(flat, len(flat) - allowed)[len(flat) - allowed]
+        chosen = flat > threshold
+        chosen[np.flatnonzero(flat == threshold)[: allowed - int(chosen.sum())]] = True
+        parts = torch.from_numpy(chosen).split([values.numel() for values in scores.values()])
+        tensors = {
+            name: part.reshape(values.shape)
+            for (name, values), part in zip(scores.items(), parts, strict=True)
+            if part.any()
+        }
+        return cls(tensors, {"method": "scores", "select": "top", "budget": float(budget)} | (recipe or {}))
 
     def __getitem__(self, name: str) -> Bool[Tensor, "..."]:
         return self.tensors[name]
@@ -270,7 +301,7 @@ def _some(free: Bool[Tensor, " entry"], count: int, name: str, rng: np.random.Ge
     return selected
 
 
-def _matrices(model: Any) -> list[str]:
+def matrices(model: Any) -> list[str]:
     """Names of the weight matrices of all attention blocks and MLPs; no biases, no norms."""
     blocks = model.components("attn") + model.components("mlp")
     owned = dict.fromkeys(name for block in blocks for name in slices(model, block))

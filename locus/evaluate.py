@@ -125,6 +125,26 @@ class Evaluation:
     facts: dict[str, tuple[Fact, ...]]
     per_fact: dict[tuple[str, str], Float[Tensor, " fact"]]
 
+    def __repr__(self) -> str:
+        numbers = [
+            f"{part} ({len(facts)} facts) "
+            + " ".join(
+                f"{metric.replace('_', ' ')} {self.mean(part, metric):.3f}"
+                for metric in ("probability", "extraction_strength")
+                if (part, metric) in self.per_fact
+            )
+            for part, facts in self.facts.items()
+            if facts
+        ]
+        return f"Evaluation of {self.model}: {'; '.join(numbers)}"
+
+    def _repr_html_(self) -> str | None:
+        from locus.view import evaluation
+
+        # None: nothing to draw, and a notebook shows the text.
+        scored = any((~values.isnan()).any() for values in self.per_fact.values())
+        return evaluation(self)._repr_html_() if scored else None
+
     def values(self, part: str, metric: str) -> Float[Tensor, " fact"]:
         if (part, metric) not in self.per_fact:
             known = ", ".join(f"{p} {m}" for p, m in self.per_fact)

@@ -7,12 +7,15 @@ any number of changed rows, each of which is computed only from the layer at whi
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+
+from locus.arguments import finite, last_positions, select
+from locus.packing import UNPACKED, Keys, Packing, positions_second
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -25,9 +28,12 @@ def edits(model: Any, hooks: Sequence[tuple[str, Edit]]) -> Iterator[None]:
     end, also after an error, and no hook of the user's is touched.
     """
     handles = []
+    points = model.bridge.hook_dict if hooks else {}  # put together anew each time that it is asked for
     try:
         for name, edit in hooks:
-            point = _point(model, name)
+            if name not in points:
+                raise ValueError(f"{model.name} has no hook {name!r}; `locus sites` lists the ones it has")
+            point = points[name]
             handles.append(point.register_forward_hook(_edit_hook(point, edit, name.endswith("hook_resid_mid"))))
         yield
     finally:
@@ -60,7 +66,7 @@ def states(
     attention_mask: Bool[Tensor, "batch pos"],
     names: Sequence[str],
     chunk: int = 64,
-) -> dict[str, Float[Tensor, "batch pos d_model"]]:
+) -> dict[str, Float[Tensor, "batch ..."]]:
     """Activations at the named hooks, in the order of the names, without gradients; `chunk` rows a forward pass."""
     parts: list[dict[str, Tensor]] = []
     for rows in torch.arange(len(tokens)).split(chunk):
@@ -82,6 +88,22 @@ def linear_edit(module: nn.Module, edit: Callable[[Tensor, Tensor], Tensor]) -> 
 
 
 @contextmanager
+def inputs(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Float[Tensor, "... d_in"]]]:
+    """Within the block, fills a dictionary with the first argument of each module's latest call."""
+    found: dict[nn.Module, Tensor] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found[module] = args[0]
+
+    handles = [module.register_forward_pre_hook(keep) for module in dict.fromkeys(modules)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def read_only(model: Any, read: Int[Tensor, "batch read"]) -> Iterator[None]:
     """Within the block, the model's logits are those at the positions `read` of each row, and no others."""
     # After the final norm, not before: GPT-2 gives its output the shape of its input there.
@@ -93,32 +115,33 @@ def read_only(model: Any, read: Int[Tensor, "batch read"]) -> Iterator[None]:
 
 
 class Passes:
-    """How many forward and backward passes of one prompt ran, in units of the whole model: see `passes`."""
+    """Forward and backward passes counted by `passes`."""
 
     def __init__(self) -> None:
         self.forward = 0.0
         self.backward = 0.0
 
-    def __repr__(self) -> str:
-        return f"{self.forward:,.1f} forward and {self.backward:,.1f} backward passes of one prompt"
-
 
 @contextmanager
-def passes(model: Any) -> Iterator[Passes]:
-    """Within the block, counts the passes through the model's blocks.
+def passes(model: Any, positions: int) -> Iterator[Passes]:
+    """Within the block, counts passes through the model, in units of one prompt of so many tokens through all blocks.
 
-    One = one prompt through all blocks; a row that starts at layer l of L counts (L - l) / L. So a sweep that grows
-    its batch and a loop over whole passes are counted by the work that they are, whatever their batches.
+    Counted by tokens and blocks: a row that starts at layer l of L, or of which half of the tokens are computed, is
+    less than one. So a sweep and a loop over whole passes are counted by their work, whatever their batches.
     """
     found = Passes()
     blocks = list(model.bridge.blocks)
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         residual = output[0] if isinstance(output, tuple) else output
-        share = residual.shape[0] / len(blocks)
+        share = residual.shape[:-1].numel() / positions / len(blocks)
         found.forward += share
         if residual.requires_grad:
-            residual.register_hook(lambda gradient: _count_backward(found, share))
+
+            def back(gradient: Tensor) -> None:
+                found.backward += share
+
+            residual.register_hook(back)
 
     handles = [block.register_forward_hook(hook) for block in blocks]
     try:
@@ -128,23 +151,26 @@ def passes(model: Any) -> Iterator[Passes]:
             handle.remove()
 
 
-def _count_backward(found: Passes, share: float) -> None:
-    found.backward += share
-
-
 @dataclass(frozen=True, eq=False)
 class Start:
     """Rows that begin at one layer of a sweep.
 
     Attributes:
         rows: Int[" row"], the batch row of the trace that each one is a copy of.
-        edits: hook inside this layer, or inside a later one → function of the activations of these rows, [row, pos, …].
+        edits: hook inside this layer → function of the activations of these rows, [row, pos, …].
         enter: function of the residual stream with which these rows enter the layer.
+        later: layer above → its edits of these rows, like `edits`.
+        first: Int[" row"], the first position at which each row is changed, if known (`Trace.first_changes`).
     """
 
     rows: Int[Tensor, " row"]
     edits: dict[str, Edit] = field(default_factory=dict)
     enter: Edit | None = None
+    later: dict[int, dict[str, Edit]] = field(default_factory=dict)
+    first: Int[Tensor, " row"] | None = None
+
+    def all_edits(self) -> list[tuple[str, Edit]]:
+        return [pair for edits in (self.edits, *self.later.values()) for pair in edits.items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,22 +181,36 @@ class Trace:
         model: the `HookedModel`.
         inputs: residual stream entering each block, and last the final norm: [layer + 1][batch, pos, d_model].
         calls: the other arguments of each block.
+        keys: of this run, where rows of `grow` compute only positions from their first change on (see `packs`).
+        sites: activations of this run at other hooks, by name; filled when they are first asked for.
     """
 
     model: Any
     inputs: tuple[Float[Tensor, "batch pos d_model"], ...]
     calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    keys: Keys | None = None
+    sites: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.inputs[0].shape[0]
 
+    def site(self, name: str) -> Float[Tensor, "batch *rest"]:
+        """The activation of the recorded run at a hook inside a block; a router's flat axis is split."""
+        if name not in self.sites:
+            layer = int(name.split(".")[1])
+            with torch.no_grad(), capture(self.model, [name]) as found:
+                self.block(layer, self.inputs[layer], torch.arange(len(self)))
+            self.sites[name] = found[name]
+        value = self.sites[name]
+        return value if value.ndim > 2 else value.unflatten(0, self.inputs[0].shape[:2])
+
     def block(
-        self, layer: int, residual: Float[Tensor, "row pos d_model"], rows: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row pos d_model"]:
-        """One block on any rows; `rows` says which row of the trace each has its mask and positions from."""
+        self, layer: int, residual: Float[Tensor, "*laid_out d_model"], rows: Int[Tensor, " row"]
+    ) -> Float[Tensor, "*laid_out d_model"]:
+        """One block on any rows, [row, pos, …]; `rows`: the row of the trace that gives each its mask and positions."""
         args, kwargs = self.calls[layer]
         batch = len(self)
-        out = self.model.bridge.blocks[layer](residual, *_select(args, rows, batch), **_select(kwargs, rows, batch))
+        out = self.model.bridge.blocks[layer](residual, *select(args, rows, batch), **select(kwargs, rows, batch))
         return out[0] if isinstance(out, tuple) else out
 
     def resume(
@@ -185,6 +225,25 @@ class Trace:
             residual = self.block(i, residual, rows)
         return unembed(self.model, gather(residual, read))
 
+    def first_changes(self, layer: int, start: Start) -> Int[Tensor, " row"]:
+        """The first position at which each row of a start differs from the recorded run; their number for none.
+
+        Exact: an activation that is replaced by equal numbers changes nothing. All 0 where rows are not packed.
+        """
+        rows = start.rows.to(self.inputs[0].device)
+        if self.keys is None:
+            return torch.zeros_like(rows)
+        pairs = [("hook_resid_pre", self.inputs[layer], start.enter)] if start.enter else []
+        for name, edit in start.all_edits():
+            pairs.append((name, self.site(name), edit))
+        positions = self.inputs[0].shape[1]
+        changed = torch.zeros(len(rows), positions, dtype=torch.bool, device=rows.device)
+        for name, base, edit in pairs:
+            before = base.index_select(0, rows)
+            changed |= positions_second(name, edit(before) != before).flatten(2).any(-1)
+        at = torch.arange(positions, device=rows.device)
+        return torch.where(changed, at, positions).amin(-1)
+
     def grow(self, starts: dict[int, Start], read: Int[Tensor, "batch read"]) -> Float[Tensor, "row read d_vocab"]:
         """A whole sweep in one pass: rows join the batch at the layer at which they are changed.
 
@@ -195,40 +254,183 @@ class Trace:
         Returns:
             Logits of all rows, layer by layer in the order of `starts[layer].rows`.
         """
-        device = self.inputs[0].device
-        rows = torch.empty(0, dtype=torch.long, device=device)
+        return unembed(self.model, self.grown(starts, read))
+
+    def grown(self, starts: dict[int, Start], read: Int[Tensor, "batch read"]) -> Float[Tensor, "row read d_model"]:
+        """What `grow` unembeds: the residual stream that leaves the last block at the positions read."""
+        starts = {layer: starts[layer] for layer in sorted(starts)}
+        rows = torch.cat([start.rows for start in starts.values()]).to(self.inputs[0].device)
+        read = read.to(rows.device)[rows]
+        if self.keys is None or any(name.endswith(UNPACKED) for s in starts.values() for name, _ in s.all_edits()):
+            return gather(self._grown_whole(starts), read)
+        first = torch.cat(
+            [self.first_changes(k, s) if s.first is None else s.first.to(rows.device) for k, s in starts.items()]
+        )
+        residual = self._grown_packed(starts, rows, first)
+        lengths = self.inputs[0].shape[1] - first
+        token = (lengths.cumsum(0) - lengths - first)[:, None] + read
+        # Before its first change a row is the recorded run.
+        found = gather(self.inputs[-1].index_select(0, rows), read)
+        changed = read >= first[:, None]
+        found[changed] = residual[0, token[changed]]
+        return found
+
+    def _grown_whole(self, starts: dict[int, Start]) -> Float[Tensor, "row pos d_model"]:
+        """Rows of all positions; what `_grown_packed` must equal."""
+        rows = torch.empty(0, dtype=torch.long, device=self.inputs[0].device)
         residual = self.inputs[0][:0]
-        joined: list[tuple[int, int, Start]] = []
+        spans = _Spans()
         for layer in range(min(starts), len(self.calls)):
-            start = starts.get(layer)
-            if start is not None:
-                new_rows = start.rows.to(device)
-                new = self.inputs[layer].index_select(0, new_rows)
-                if start.enter is not None:
-                    new = start.enter(new)
-                joined.append((len(rows), len(rows) + len(new_rows), start))
-                rows = torch.cat([rows, new_rows])
-                residual = torch.cat([residual, new])
-            with edits(self.model, _edits_at(layer, joined, len(rows))):
+            if start := starts.get(layer):
+                new = self.inputs[layer].index_select(0, start.rows.to(rows.device))
+                residual = torch.cat([residual, new if start.enter is None else start.enter(new)])
+                rows = torch.cat([rows, start.rows.to(rows.device)])
+            hooks = [(n, _share(span, len(rows), edit)) for n, span, edit in spans.edits(layer, start, len(rows))]
+            with edits(self.model, hooks):
                 residual = self.block(layer, residual, rows)
-        return unembed(self.model, gather(residual, read.to(device)[rows]))
+        return residual
+
+    def _grown_packed(
+        self, starts: dict[int, Start], rows: Int[Tensor, " row"], first: Int[Tensor, " row"]
+    ) -> Float[Tensor, "1 token d_model"]:
+        """The positions from `first` on of each row, one row after the other."""
+        positions = self.inputs[0].shape[1]
+        packing = Packing(rows, first, int(first.min()), positions)
+        every, packing = packing, packing.select(slice(0, 0))
+        residual = self.inputs[0].flatten(0, 1)[None, :0]
+        spans, done = _Spans(), 0
+        drops = not any(start.later for start in starts.values())
+        for layer in range(min(starts), len(self.calls)):
+            changed = packing.first < positions
+            if drops and not bool(changed.all()):  # other rows take part in their own layer only, for the edits' sake
+                packing = packing.select(changed)
+            if start := starts.get(layer):
+                n = len(start.rows)
+                joining = every.select(slice(done, done + n))
+                done += n
+                if start.enter is None:
+                    new = self.inputs[layer].flatten(0, 1)[joining.rows[joining.row] * positions + joining.position]
+                else:
+                    new = joining.pack(start.enter(self.inputs[layer].index_select(0, joining.rows)))
+                packing = packing.join(joining)
+                residual = torch.cat([residual, new[None]], dim=1)
+            active = spans.edits(layer, start, len(packing.rows))
+            hooks = [(name, packing.edit(name, self.site(name), span, edit)) for name, span, edit in active]
+            with edits(self.model, hooks):
+                residual = self._block_packed(layer, residual, packing)
+        return residual
+
+    def _block_packed(
+        self, layer: int, residual: Float[Tensor, "1 token d_model"], packing: Packing
+    ) -> Float[Tensor, "1 token d_model"]:
+        if not residual.shape[1]:
+            return residual
+        with _laid_out(self, layer, packing):
+            return self.block(layer, residual, packing.rows)
 
     def logits(self) -> Float[Tensor, "batch pos d_vocab"]:
         """Logits of the recorded pass itself."""
         return unembed(self.model, self.inputs[-1])
 
 
+@contextmanager
+def _laid_out(recorded: Trace, layer: int, packing: Packing) -> Iterator[None]:
+    """Within the block, the attention of one layer takes and gives packed tokens."""
+    attn = recorded.model.bridge.blocks[layer].attn
+    laid_out = packing.positions - packing.start
+    given: list[Tensor] = []
+    assert recorded.keys is not None
+    cache = recorded.keys.of(packing)
+
+    def arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**last_positions(kwargs, laid_out), "past_key_values": cache}
+
+    def enter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        given.append(output)
+        return output[0, :1].expand(len(packing.rows), laid_out, -1)  # only its shape is read
+
+    handles = [
+        attn.register_forward_pre_hook(arguments, with_kwargs=True),
+        attn.hook_in.register_forward_hook(enter),
+    ]
+    for linear in (attn.q, attn.k, attn.v):
+        handles.append(linear.register_forward_pre_hook(lambda _, args: (given[0], *args[1:])))
+        handles.append(linear.original_component.register_forward_hook(lambda _, a, out: packing.lay_out(out[0])))
+    output = attn.o.original_component
+    handles.append(output.register_forward_pre_hook(lambda _, args: (packing.pack(args[0])[None], *args[1:])))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def packs(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
+    """Whether a causal change from the middle on gives the same logits when only changed positions are computed.
+
+    Not so where attention has no separate projections of queries, keys, values and output, or looks ahead.
+    """
+    recorded, _ = _record(model, tokens, None, (), keys=True)
+    if recorded.keys is None or any(not hasattr(block.attn, name) for block in model.bridge.blocks for name in "qkvo"):
+        return False
+    middle = tokens.shape[1] // 2
+    noise = torch.linspace(-1, 1, recorded.inputs[0][0, middle:].numel(), device=recorded.inputs[0].device)
+
+    def enter(residual: Tensor) -> Tensor:
+        residual = residual.clone()
+        residual[:, middle:] += noise.to(residual).reshape(residual[0, middle:].shape)
+        return residual
+
+    rows = torch.arange(len(tokens), device=noise.device)
+    start = {0: Start(rows, enter=enter)}
+    read = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    with torch.no_grad():
+        whole = replace(recorded, keys=None).grow(start, read)
+        packed = recorded.grow(start, read)
+    return bool(((whole - packed).abs().max() <= 1e-3 * max(1.0, float(whole.abs().max()))).item())
+
+
 def trace(
-    model: Any, tokens: Int[Tensor, "batch pos"], attention_mask: Bool[Tensor, "batch pos"] | None = None
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Bool[Tensor, "batch pos"] | None = None,
 ) -> Trace:
     """Run a batch once and record what is needed to continue it from any layer. Autograd is off."""
-    blocks = list(model.bridge.blocks)
+    return _record(model, tokens, attention_mask, (), keys=model.packed)[0]
+
+
+def continues(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
+    """Whether the run of a batch can be continued from its trace to the same logits."""
+    recorded, logits = _record(model, tokens, None, (), keys=False)
+    with torch.no_grad():
+        again = unembed(model, recorded.inputs[-1])
+    return bool(((again - logits).abs().max() <= 1e-3 * max(1.0, float(logits.abs().max()))).item())
+
+
+def trace_and_logits(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Bool[Tensor, "batch pos"] | None,
+    sites: Sequence[str],
+) -> tuple[Trace, Float[Tensor, "batch pos d_vocab"]]:
+    """`trace`, with the activations at some hooks, and the logits of the run."""
+    return _record(model, tokens, attention_mask, sites, keys=model.packed)
+
+
+def _record(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Bool[Tensor, "batch pos"] | None,
+    sites: Sequence[str],
+    *,
+    keys: bool,
+) -> tuple[Trace, Float[Tensor, "batch pos d_vocab"]]:
     inputs: list[Tensor] = []
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def before_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.dtype == torch.float64:
-            args, kwargs = _finite(args), _finite(kwargs)
+            args, kwargs = finite(args), finite(kwargs)
         kwargs = dict(kwargs)
         residual = args[0] if args else kwargs.pop("hidden_states")
         inputs.append(residual.detach())
@@ -237,15 +439,23 @@ def trace(
     def before_norm(module: nn.Module, args: tuple[Any, ...]) -> None:
         inputs.append(args[0].detach())
 
+    blocks, found_keys = list(model.bridge.blocks), Keys()
     handles = [b.register_forward_pre_hook(before_block, with_kwargs=True) for b in blocks]
+    # TransformerLens' ways of forking the input of attention, or of splitting its output, are not packed.
+    forks = ("use_split_qkv_input", "use_attn_in", "use_attn_result")
+    if keys and not any(getattr(model.bridge.cfg, fork, False) for fork in forks):
+        cached = lambda _, args, kwargs: (args, {**kwargs, "past_key_values": found_keys})  # noqa: E731
+        attentions = [block.attn for block in blocks if hasattr(block, "attn")]
+        handles += [attn.register_forward_pre_hook(cached, with_kwargs=True) for attn in attentions]
     handles.append(model.bridge.ln_final.register_forward_pre_hook(before_norm))
     try:
-        with torch.no_grad():
-            model.logits(tokens, attention_mask)
+        with torch.no_grad(), capture(model, sites) as found:
+            logits = model.logits(tokens, attention_mask)
     finally:
         for handle in handles:
             handle.remove()
-    return Trace(model, tuple(inputs), tuple(calls))
+    complete = len(found_keys.found) == len(blocks)
+    return Trace(model, tuple(inputs), tuple(calls), found_keys if complete else None, dict(found)), logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,12 +481,17 @@ def prefix(
     recorded = trace(model, tokens, attention_mask)
     # The other layers' inputs are given back; a view of one zero holds their shape.
     kept = tuple(x if i == layer else x.new_zeros(()).expand_as(x) for i, x in enumerate(recorded.inputs))
-    return Prefix(Trace(model, kept, recorded.calls), layer)
+    return Prefix(replace(recorded, inputs=kept, keys=None), layer)
 
 
 def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
     """Final norm, unembedding and the model's soft cap of logits, if it has one."""
-    logits = model.bridge.unembed(model.bridge.ln_final(residual))
+    return unembed_normed(model, model.bridge.ln_final(residual))
+
+
+def unembed_normed(model: Any, normed: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
+    """`unembed` without the final norm."""
+    logits = model.bridge.unembed(normed)
     cap = getattr(model.bridge.original_model.config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -294,13 +509,6 @@ def count(model: Any) -> int:
     return sum(
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.bridge.modules()
     )
-
-
-def _point(model: Any, name: str) -> nn.Module:
-    point = model.bridge.hook_dict.get(name)
-    if point is None:
-        raise ValueError(f"{model.name} has no hook {name!r}; `locus sites` lists the ones it has")
-    return point
 
 
 def _edit_hook(point: Any, edit: Edit, in_place: bool) -> Callable[..., Tensor]:
@@ -325,7 +533,7 @@ def finite_masks(model: Any) -> Iterator[None]:
     """
 
     def before_block(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _finite(args), _finite(kwargs)
+        return finite(args), finite(kwargs)
 
     handles = [b.register_forward_pre_hook(before_block, with_kwargs=True) for b in model.bridge.blocks]
     try:
@@ -335,53 +543,27 @@ def finite_masks(model: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _finite(value: Any) -> Any:
-    """Block arguments with their [batch, head, query, key] masks in additive, finite form."""
-    if isinstance(value, Tensor) and value.ndim == 4:
-        floor = torch.finfo(torch.float32).min / 2
-        if value.dtype == torch.bool:
-            return torch.zeros(value.shape, dtype=torch.float64, device=value.device).masked_fill(~value, floor)
-        return value.clamp(min=floor) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return type(value)(_finite(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return value
+class _Spans:
+    """Which rows of a growing batch each start began with."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Start, slice]] = []
+
+    def edits(self, layer: int, start: Start | None, rows: int) -> list[tuple[str, slice, Edit]]:
+        """The edits in one layer, and the rows that each is of; the last of `rows` have just begun with `start`."""
+        found = [(name, span, edit) for s, span in self.begun for name, edit in s.later.get(layer, {}).items()]
+        if start is not None:
+            self.begun.append((start, slice(rows - len(start.rows), rows)))
+            found += [(name, self.begun[-1][1], edit) for name, edit in start.edits.items()]
+        return found
 
 
-def _edits_at(layer: int, joined: Sequence[tuple[int, int, Start]], total: int) -> list[tuple[str, Edit]]:
-    """The edits inside one layer of all rows that have joined the batch; each has (first row, end, start)."""
-    by_name: dict[str, list[tuple[float, float, Edit]]] = {}
-    for first, end, start in joined:
-        for name, edit in start.edits.items():
-            if name.startswith(f"blocks.{layer}."):
-                by_name.setdefault(name, []).append((first / total, end / total, edit))
-    return [(name, _parts(parts)) for name, parts in by_name.items()]
-
-
-def _parts(parts: Sequence[tuple[float, float, Edit]]) -> Edit:
-    """An edit that applies others to parts of the first axis, each between two shares of its length, in order.
-
-    Shares, and not numbers, because a router flattens batch and position into one axis.
-    """
+def _share(span: slice, rows: int, edit: Edit) -> Edit:
+    """An edit of some rows. A router flattens batch and position into one axis, of which they have their share."""
 
     def apply(activation: Tensor) -> Tensor:
-        n, done, pieces = activation.shape[0], 0, []
-        for first, end, edit in parts:
-            begin, stop = round(n * first), round(n * end)
-            pieces += [activation[done:begin], edit(activation[begin:stop])]
-            done = stop
-        return torch.cat([*pieces, activation[done:]])
+        unit = activation.shape[0] // rows
+        before, mine, after = activation.tensor_split([span.start * unit, span.stop * unit])
+        return torch.cat([before, edit(mine), after])
 
     return apply
-
-
-def _select(value: Any, rows: Tensor, batch: int) -> Any:
-    """The argument of a block for other rows: whatever has a batch axis is indexed by `rows`."""
-    if isinstance(value, Tensor):
-        return value.index_select(0, rows.to(value.device)) if batch > 1 and value.shape[:1] == (batch,) else value
-    if isinstance(value, tuple | list):
-        return type(value)(_select(v, rows, batch) for v in value)
-    if isinstance(value, dict):
-        return {k: _select(v, rows, batch) for k, v in value.items()}
-    return value

@@ -181,6 +181,11 @@ class Mask:
             f"{share:.2%}, {say(self.recipe)})"
         )
 
+    def _repr_html_(self) -> str:
+        from locus.view import mask
+
+        return mask(self)._repr_html_()
+
     def __invert__(self) -> "Mask":
         recipe = {"method": "~", "of": [self.recipe], "model": self.components.model}
         return Mask(self.components, ~self.selected, recipe)

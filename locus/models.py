@@ -74,6 +74,7 @@ class HookedModel:
         fingerprint: first 12 hex digits of the SHA-256 of the weights as loaded; components and masks carry it.
         parity: largest difference of its logits from plain Hugging Face's, on a fixed batch.
         fast: whether the model can be continued from an inner layer (`hooks.Trace`), with the same logits.
+        packed: whether a sweep may leave out the positions before a change (`hooks.packs`).
     """
 
     def __init__(self, bridge: Any, tokenizer: Any, name: str, weights: dict[str, nn.Parameter]) -> None:
@@ -83,6 +84,7 @@ class HookedModel:
         self.weights = weights
         self.parity = float("nan")
         self.fast = False
+        self.packed = False
         self._names = {id(p): n for n, p in weights.items()}
         self.live = tuple(_live_parameters(self))
         self._live_by_id = {id(live.tensor): live for live in self.live}
@@ -166,16 +168,17 @@ class HookedModel:
         return tensor
 
     @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """No parameter asks for a gradient inside; what asked before asks again afterwards."""
-        wanted = [p for p in self.bridge.parameters() if p.requires_grad]
-        for p in wanted:
-            p.requires_grad_(False)
+    def frozen(self, but: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+        """Only the parameters of `but` ask for a gradient inside; what asked before asks again afterwards."""
+        free = {id(p) for p in but}
+        before = [(p, p.requires_grad) for p in self.bridge.parameters()]
         try:
+            for p, _ in before:
+                p.requires_grad_(id(p) in free)
             yield
         finally:
-            for p in wanted:
-                p.requires_grad_(True)
+            for p, asked in before:
+                p.requires_grad_(asked)
 
     def save_pretrained(self, directory: str | os.PathLike) -> Path:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads with equal logits.
@@ -317,9 +320,8 @@ def wrap(hf_model: Any, tokenizer: Any, name: str = "local") -> HookedModel:
             f"{name}: the wrapped model's logits differ from Hugging Face's by up to {model.parity:.2g}; "
             "its architecture is not supported correctly, so nothing measured on it could be trusted"
         )
-    with torch.no_grad():
-        continued = hooks.trace(model, tokens).logits()
-    model.fast = bool(((continued - wrapped).abs().max() <= 1e-3 * max(1.0, float(wrapped.abs().max()))).item())
+    model.fast = hooks.continues(model, tokens)
+    model.packed = model.fast and hooks.packs(model, tokens)
     return model
 
 

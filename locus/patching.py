@@ -1,77 +1,39 @@
 """Exact activation-patching sweeps: the functions of `transformer_lens.patching`, many cells to a forward pass.
 
 Same names, arguments, options and result shapes as TransformerLens 4.3, so that a script moves over by changing the
-import; also takes a `HookedModel`, padded batches, and `progress=False`. Direction: clean activations are put into
-the run on the corrupted tokens (denoising); swap the two for noising.
+import; also takes a `HookedModel`, padded batches, and `progress=False`. Clean activations are put into the run on the
+corrupted tokens (denoising: are they enough for the answer?). For noising (are they needed?) give the clean tokens and
+the corrupted cache.
+
+Beyond TransformerLens, as keyword arguments of all of them: instead of a cache, the tokens of the other prompts, or
+"zero", "mean" or "resample"; `window`, layers patched at a time; `positions`, sets of positions in the place of single
+ones; `resume`, a file that a sweep which was interrupted goes on from. And sweeps of MLP neurons.
 
 One difference: `resid_mid` always patches the residual stream itself. TransformerLens does so under `torch.no_grad()`
 only; with autograd on it patches a copy that just the MLP reads.
-
-How it is fast: rows patched at layer l begin at layer l (`hooks.Trace.grow`), all cells share one pass up to
-`max_tokens` tokens, and only the positions that the metric reads are unembedded. `max_tokens` is a setting, not a
-function of free memory, so that results do not depend on the machine (the composition of a batch moves float32
-logits by about 1e-5).
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 import transformer_lens.patching as tl
-import transformer_lens.utilities as tl_utilities
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 from transformer_lens.patching import PatchingResult
 
 from locus import hooks
-
-MAX_TOKENS = 4096
+from locus.cells import Cells, Setter, at_once, masks
+from locus.sweeps import MAX_TOKENS
+from locus.sweeps import sweep as sweep  # its home was here
 
 Metric = Callable[[Tensor], Any]
-
-
-def sweep(
-    recorded: hooks.Trace,
-    layers: Sequence[int],
-    start: Callable[[list[int]], hooks.Start],
-    read: Int[Tensor, "batch read"],
-    *,
-    max_tokens: int = MAX_TOKENS,
-    progress: str | None = None,
-) -> Iterator[tuple[list[int], Float[Tensor, "cell batch read d_vocab"]]]:
-    """Run many cells (interventions), each on the whole recorded batch, as few passes as `max_tokens` allows.
-
-    Args:
-        recorded: the run that is intervened on.
-        layers: the layer of each cell.
-        start: cells of one layer → the rows they begin with, cell by cell, each with the batch's rows in order.
-        read: positions to unembed, for each row of the batch.
-        max_tokens: tokens (rows × positions) in one pass at the most.
-        progress: label of the progress bar; None for none.
-
-    Yields:
-        The numbers of some cells, and their logits.
-    """
-    batch, positions = recorded.inputs[0].shape[:2]
-    per_pass = max(1, max_tokens // (batch * positions))
-    order = sorted(range(len(layers)), key=lambda cell: layers[cell])
-    with tqdm(total=len(order), desc=progress, disable=progress is None, file=sys.stderr, leave=False) as bar:
-        for first in range(0, len(order), per_pass):
-            cells = order[first : first + per_pass]
-            by_layer: dict[int, list[int]] = {}
-            for cell in cells:
-                by_layer.setdefault(layers[cell], []).append(cell)
-            with torch.no_grad():
-                logits = recorded.grow({layer: start(some) for layer, some in by_layer.items()}, read)
-            yield cells, logits.reshape(len(cells), batch, *logits.shape[1:])
-            bar.update(len(cells))
 
 
 def generic_activation_patch(
@@ -79,7 +41,7 @@ def generic_activation_patch(
     corrupted_tokens: Int[Tensor, "batch pos"],
     clean_cache: Any,
     patching_metric: Metric | Mapping[str, Metric],
-    patch_setter: Callable[[Tensor, Sequence[int], Any], Tensor],
+    patch_setter: Setter,
     activation_name: str,
     index_axis_names: Sequence[str] | None = None,
     index_df: pd.DataFrame | None = None,
@@ -88,16 +50,28 @@ def generic_activation_patch(
     reduce: str = "scalar",
     baseline: bool = False,
     attention_mask: Bool[Tensor, "batch pos"] | None = None,
+    window: int = 1,
+    positions: Sequence[Sequence[int]] | Bool[Tensor, "set batch pos"] | None = None,
+    seed: int = 0,
     max_tokens: int = MAX_TOKENS,
+    resume: str | Path | None = None,
     progress: bool = True,
 ) -> Tensor | tuple[Tensor, pd.DataFrame] | PatchingResult:
     """`transformer_lens.patching.generic_activation_patch`, faster; see there for the shared arguments.
 
     Args:
         model: a `HookedModel` or a `TransformerBridge`.
+        clean_cache: the cache; or the clean tokens [batch, pos], aligned with the corrupted ones; or "zero", "mean"
+            (over the tokens of all corrupted prompts) or "resample" (the activation on another corrupted prompt).
         attention_mask: True at tokens, False at padding, on either side.
+        window: layers patched at a time, around that of the cell: max(0, l - w//2) to l + ceil(w/2) - 1 (Meng et
+            al. 2022, arXiv 2202.05262).
+        positions: sets of positions, each patched at once; the axis `pos` then counts sets. As lists, or as masks of
+            each prompt's positions.
+        seed: of the permutation of prompts, for "resample".
         max_tokens: tokens in one forward pass at the most.
-        progress: show a bar.
+        resume: a file that keeps what is done; the same call goes on from it, to the same numbers bit for bit.
+        progress: show a bar, and time and memory before a sweep that takes long.
 
     Returns:
         The metric for each cell: a tensor over the axes, flat when `index_df` is given; or a `PatchingResult`.
@@ -106,97 +80,25 @@ def generic_activation_patch(
         ValueError: a metric has the wrong shape, `reduce` is unknown, or clean and corrupted run differ in length.
     """
     model = _hooked(model)
-    metrics = dict(patching_metric) if isinstance(patching_metric, Mapping) else {"metric": patching_metric}
-    has_metric_axis = isinstance(patching_metric, Mapping)
-    if reduce not in ("scalar", "mean", "none"):
-        raise ValueError(f"reduce must be 'scalar', 'mean' or 'none', got {reduce!r}")
-    if not metrics:
-        raise ValueError("patching_metric is an empty mapping; give at least one metric")
-    want_result = has_metric_axis or reduce == "none" or baseline
-    if want_result and return_index_df:
-        raise ValueError("return_index_df goes with a tensor; a PatchingResult carries its index_df")
-    if (index_df is None) == (index_axis_names is None):
-        raise ValueError("give either index_axis_names or index_df")
-
+    if any(module.training for module in model.bridge.modules()):
+        raise ValueError(f"{model.name} is in training mode, in which a pass is random; call model.eval() first")
     corrupted_tokens = corrupted_tokens.to(model.bridge.cfg.device)
+    has_metric_axis = isinstance(patching_metric, Mapping)
+    metrics = dict(patching_metric) if isinstance(patching_metric, Mapping) else {"metric": patching_metric}
+    want_result = has_metric_axis or reduce == "none" or baseline
+    _check(metrics, reduce, want_result and return_index_df, (index_df is None) == (index_axis_names is None), window)
     shape: list[int] = []
+    sets = None if positions is None else masks(positions, corrupted_tokens)
     if index_df is None:
-        assert index_axis_names is not None
-        shape = [_axis(model, name, activation_name, corrupted_tokens.shape[1]) for name in index_axis_names]
-        index_df = tl.make_df_from_ranges(shape, list(index_axis_names))
-    cells = [row.to_list() for _, row in index_df.iterrows()]
-    batch = corrupted_tokens.shape[0]
-
-    def evaluate(logits: Tensor) -> Tensor:
-        """All metrics of one set of logits, [metric] or [metric, batch]."""
-        values = []
-        for name, metric in metrics.items():
-            value = torch.as_tensor(metric(logits))
-            expected = () if reduce == "scalar" else (batch,)
-            if value.shape != expected:
-                raise ValueError(
-                    f"metric {name!r} returned shape {tuple(value.shape)}; with reduce={reduce!r} it must return "
-                    f"{'a scalar' if reduce == 'scalar' else f'one value for each of the {batch} prompts'}"
-                )
-            values.append(value.detach())
-        return torch.stack(values)
-
-    recorded = hooks.trace(model, corrupted_tokens, attention_mask)
-    with torch.no_grad():
-        base_logits = model.logits(corrupted_tokens, attention_mask)
-        base = evaluate(base_logits)
-        same = (recorded.logits() - base_logits).abs().max() <= 1e-3 * max(1.0, float(base_logits.abs().max()))
-
-    def act_name(layer: int) -> str:
-        return tl_utilities.get_act_name(activation_name, layer=layer)
-
-    if patch_setter.__module__ == tl.__name__:  # one of the user's own may take a cache of any shape
-        axis = 2 if activation_name == "pattern" else 1
-        found = clean_cache[act_name(cells[0][0])].shape[axis]
-        if found != corrupted_tokens.shape[1]:
-            raise ValueError(
-                f"the clean cache is of {found} positions and the corrupted tokens have {corrupted_tokens.shape[1]}; "
-                "patching needs prompts of the same length, token by token"
-            )
-    values = torch.zeros(len(metrics), len(cells), *base.shape[1:], dtype=base.dtype, device=base.device)
-    if not same:
-        print(
-            f"{model.name} cannot be continued from an inner layer; sweeping with one whole forward pass a cell",
-            file=sys.stderr,
-        )
-        for c, index in enumerate(tqdm(cells, disable=not progress, file=sys.stderr, leave=False)):
-            name = act_name(index[0])
-
-            def whole(activation: Tensor, index: Any = index, name: str = name) -> Tensor:
-                return patch_setter(activation.clone(), index, clean_cache[name])
-
-            with torch.no_grad(), hooks.edits(model, [(name, whole)]):
-                values[:, c] = evaluate(model.logits(corrupted_tokens, attention_mask))
-    else:
-        read = _positions_read(evaluate, base_logits.contiguous())
-        seen = torch.full_like(base_logits, float("nan"))
-
-        def start(some: list[int]) -> hooks.Start:
-            layer = cells[some[0]][0]
-            clean = clean_cache[act_name(layer)]
-
-            def edit(activation: Tensor) -> Tensor:
-                parts = activation.clone().chunk(len(some))
-                return torch.cat([patch_setter(p, cells[c], clean) for p, c in zip(parts, some, strict=True)])
-
-            rows = torch.arange(batch).repeat(len(some))
-            if activation_name == "resid_pre":
-                return hooks.Start(rows, enter=edit)
-            return hooks.Start(rows, edits={act_name(layer): edit})
-
-        layers = [index[0] for index in cells]
-        label = f"patching {activation_name}" if progress else None
-        every = read.repeat(batch, 1)
-        for some, logits in sweep(recorded, layers, start, every, max_tokens=max_tokens, progress=label):
-            for c, cell_logits in zip(some, logits, strict=True):
-                seen[:, read] = cell_logits
-                values[:, c] = evaluate(seen)
-
+        n_pos = corrupted_tokens.shape[1] if sets is None else len(sets)
+        shape = [_axis(model, name, activation_name, n_pos) for name in index_axis_names or ()]
+        index_df = tl.make_df_from_ranges(shape, list(index_axis_names or ()))
+    cells = index_df.to_numpy().tolist()
+    job = Cells(model, corrupted_tokens, attention_mask, activation_name, cells, window, max_tokens)
+    setter = patch_setter if sets is None else at_once(patch_setter, sets, _pos_axis(index_df))
+    evaluate = partial(_evaluate, metrics, reduce, len(corrupted_tokens))
+    known = patch_setter.__module__ == tl.__name__  # one of the user's own may take a cache of any shape
+    values, base = job.run(clean_cache, setter, evaluate, seed, known, resume, progress)
     if reduce == "mean":
         values, base = values.mean(dim=-1), base.mean(dim=-1)
     if shape:
@@ -262,12 +164,167 @@ get_act_patch_attn_head_pattern_all_pos = partial(
 )
 
 
+get_act_patch_mlp_neuron_by_pos = partial(
+    generic_activation_patch,
+    patch_setter=tl.layer_pos_head_vector_patch_setter,
+    activation_name="post",
+    index_axis_names=("layer", "pos", "neuron"),
+)
+get_act_patch_mlp_neuron_all_pos = partial(
+    generic_activation_patch,
+    patch_setter=tl.layer_head_vector_patch_setter,
+    activation_name="post",
+    index_axis_names=("layer", "neuron"),
+)
+
+
+def get_act_patch_attn_head_all_pos_every(
+    model: Any, corrupted_tokens: Int[Tensor, "batch pos"], clean_cache: Any, metric: Any, **kwargs: Any
+) -> Float[Tensor, "patch_type layer head"] | PatchingResult:
+    """Output, query, key, value and pattern of every head at all positions; grouped keys and values filled with 0."""
+    sweeps = [globals()[f"get_act_patch_attn_head_{kind}_all_pos"] for kind in tl._HEAD_TYPES]
+    return _every(sweeps, ("layer", "head"), tl._HEAD_TYPES, model, corrupted_tokens, clean_cache, metric, kwargs)
+
+
+def get_act_patch_attn_head_by_pos_every(
+    model: Any, corrupted_tokens: Int[Tensor, "batch pos"], clean_cache: Any, metric: Any, **kwargs: Any
+) -> Float[Tensor, "patch_type layer pos head"] | PatchingResult:
+    """Output, query, key, value and pattern (by destination) of every head at every position."""
+    sweeps = [globals()[f"get_act_patch_attn_head_{kind}_by_pos"] for kind in tl._HEAD_TYPES]
+    axes = ("layer", "pos", "head")
+    return _every(sweeps, axes, tl._HEAD_TYPES, model, corrupted_tokens, clean_cache, metric, kwargs)
+
+
+def get_act_patch_block_every(
+    model: Any, corrupted_tokens: Int[Tensor, "batch pos"], clean_cache: Any, metric: Any, **kwargs: Any
+) -> Float[Tensor, "patch_type layer pos"] | PatchingResult:
+    """Residual stream before each block, attention output and MLP output at every position."""
+    sweeps = [globals()[f"get_act_patch_{kind}"] for kind in tl._BLOCK_TYPES]
+    return _every(sweeps, ("layer", "pos"), tl._BLOCK_TYPES, model, corrupted_tokens, clean_cache, metric, kwargs)
+
+
+def _every(
+    sweeps: Sequence[Callable],
+    axes: tuple[str, ...],
+    types: Sequence[str],
+    model: Any,
+    tokens: Tensor,
+    clean_cache: Any,
+    metric: Any,
+    kwargs: dict[str, Any],
+) -> Tensor | PatchingResult:
+    wants = {"baseline": False, "reduce": "scalar", **kwargs}
+    results = [run(model, tokens, clean_cache, metric, **{**kwargs, "baseline": True}) for run in sweeps]
+    stacked: Any = tl._stack_patch_types(results, axis_order=axes, n_heads=model.cfg.n_heads, type_names=types)
+    if not (wants["baseline"] or wants["reduce"] == "none" or isinstance(metric, Mapping)):
+        return stacked.values
+    return stacked if wants["baseline"] else replace(stacked, baseline=None)
+
+
+def get_act_patch_direct_path(
+    model: Any,
+    corrupted_tokens: Int[Tensor, "batch pos"],
+    clean_cache: Any,
+    corrupted_cache: Any,
+    patching_metric: Metric,
+    src_layer: int,
+    src_head: int,
+    component: str = "q",
+    verbose: bool = True,
+    **kwargs: Any,
+) -> Float[Tensor, "layer head"]:
+    """One head's clean write z W_O, added for one later head's queries (or keys, or values) alone.
+
+    All else sees the corrupted write, so a later head's queries are those that its block computes from the corrupted
+    residual stream plus the difference of the writes: one block a layer gives those of all its heads, and what is
+    left is a sweep over their activations. Wang et al. 2022 (arXiv 2211.00593); same results as TransformerLens,
+    0 for layers up to `src_layer`. Further keyword arguments as in `generic_activation_patch`.
+    """
+    hooked = _hooked(model)
+    tl._check_direct_path_support(hooked.bridge, [src_layer], component)
+    n_layers, n_heads = hooked.bridge.cfg.n_layers, hooked.bridge.cfg.n_heads
+    name = f"blocks.{src_layer}.attn.hook_z"
+    write = hooked.bridge.blocks[src_layer].attn.W_O[src_head]
+    delta = (clean_cache[name] - corrupted_cache[name])[:, :, src_head] @ write
+    recorded = hooks.trace(hooked, corrupted_tokens, kwargs.get("attention_mask"))
+    rows = torch.arange(len(recorded), device=delta.device)
+    patched: dict[str, Tensor] = {}
+    for layer in range(src_layer + 1, n_layers):
+        with torch.no_grad(), hooks.capture(hooked, [f"blocks.{layer}.attn.hook_{component}"]) as found:
+            recorded.block(layer, recorded.inputs[layer] + delta, rows)
+        patched.update(found)
+    results = torch.zeros(n_layers, n_heads, dtype=recorded.inputs[0].dtype, device=delta.device)
+    if patched:
+        frame = tl.make_df_from_ranges([n_layers - src_layer - 1, n_heads], ["layer", "head"])
+        frame["layer"] += src_layer + 1
+        options = {"progress": verbose, **kwargs}
+        setter = tl.layer_head_vector_patch_setter
+        flat: Any = generic_activation_patch(
+            hooked, corrupted_tokens, patched, patching_metric, setter, component, index_df=frame, **options
+        )
+        results[src_layer + 1 :] = flat.reshape(-1, n_heads)
+    return results
+
+
+def get_act_patch_direct_path_all_sources(
+    model: Any,
+    corrupted_tokens: Int[Tensor, "batch pos"],
+    clean_cache: Any,
+    corrupted_cache: Any,
+    patching_metric: Metric,
+    component: str = "q",
+    verbose: bool = True,
+    **kwargs: Any,
+) -> Float[Tensor, "src_layer src_head layer head"]:
+    """`get_act_patch_direct_path` from every head."""
+    hooked = _hooked(model)
+    layers, heads = range(hooked.bridge.cfg.n_layers), range(hooked.bridge.cfg.n_heads)
+    tl._check_direct_path_support(hooked.bridge, layers, component)
+    sources = [(layer, head) for layer in layers for head in heads]
+    given = (hooked, corrupted_tokens, clean_cache, corrupted_cache, patching_metric)
+    found = [
+        get_act_patch_direct_path(*given, layer, head, component, False, **kwargs)
+        for layer, head in tqdm(sources, desc=f"direct paths [{component}]", disable=not verbose, file=sys.stderr)
+    ]
+    return torch.stack(found).unflatten(0, (len(layers), len(heads)))
+
+
+def _evaluate(metrics: Mapping[str, Metric], reduce: str, batch: int, logits: Tensor) -> Tensor:
+    """All metrics of one set of logits, [metric] or [metric, batch]."""
+    values = []
+    for name, metric in metrics.items():
+        value = torch.as_tensor(metric(logits))
+        expected = () if reduce == "scalar" else (batch,)
+        if value.shape != expected:
+            raise ValueError(
+                f"metric {name!r} returned shape {tuple(value.shape)}; with reduce={reduce!r} it must return "
+                f"{'a scalar' if reduce == 'scalar' else f'one value for each of the {batch} prompts'}"
+            )
+        values.append(value.detach())
+    return torch.stack(values)
+
+
+def _check(metrics: Mapping[str, Metric], reduce: str, frame_too: bool, axes: bool, window: int) -> None:
+    if reduce not in ("scalar", "mean", "none"):
+        raise ValueError(f"reduce must be 'scalar', 'mean' or 'none', got {reduce!r}")
+    if not metrics:
+        raise ValueError("patching_metric is an empty mapping; give at least one metric")
+    if frame_too:
+        raise ValueError("return_index_df goes with a tensor; a PatchingResult carries its index_df")
+    if axes:
+        raise ValueError("give either index_axis_names or index_df")
+    if window < 1:
+        raise ValueError(f"window is a number of layers, at least 1, got {window}")
+
+
 @dataclass(frozen=True, eq=False)
 class _Adopted:
     """A `TransformerBridge` of the user's, with what the hooks need of a `HookedModel`."""
 
     bridge: Any
     name: str = "the model"
+    fast: bool = False
+    packed: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -279,54 +336,27 @@ class _Adopted:
 
 
 def _hooked(model: Any) -> Any:
-    return _Adopted(model) if hasattr(model, "original_model") and not hasattr(model, "weights") else model
+    if hasattr(model, "weights") or not hasattr(model, "original_model"):
+        return model
+    adopted = _Adopted(model)
+    probe = torch.arange(16, device=model.cfg.device).reshape(2, 8)
+    fast = hooks.continues(adopted, probe)
+    return replace(adopted, fast=fast, packed=fast and hooks.packs(adopted, probe))
+
+
+def _pos_axis(index_df: pd.DataFrame) -> int:
+    names = list(index_df.columns)
+    if "pos" not in names:
+        raise ValueError(f"sets of positions need an axis 'pos'; this sweep has {', '.join(map(str, names))}")
+    return names.index("pos")
 
 
 def _axis(model: Any, name: str, activation: str, positions: int) -> int:
-    """Length of an axis of a sweep, by TransformerLens' name for it."""
+    """Length of an axis of a sweep, by TransformerLens' name for it; `neuron` is ours."""
     cfg = model.bridge.cfg
-    if name == "layer":
-        return cfg.n_layers
-    if name in ("pos", "src_pos", "dest_pos"):
-        return positions
-    if name in ("head", "head_index"):
-        return (activation in ("k", "v") and getattr(cfg, "n_key_value_heads", None)) or cfg.n_heads
-    raise ValueError(f"unknown axis {name!r}; the axes are layer, pos, head, head_index, src_pos, dest_pos")
-
-
-def _positions_read(
-    evaluate: Callable[[Tensor], Tensor], logits: Float[Tensor, "batch pos d_vocab"]
-) -> Int[Tensor, " read"]:
-    """The positions that the metrics read: the last one if every operation on the logits takes that alone, else all."""
-    with torch.no_grad(), _Reads(logits) as reads:
-        evaluate(logits)
-    return torch.tensor([logits.shape[1] - 1]) if reads.last_only else torch.arange(logits.shape[1])
-
-
-class _Reads(TorchDispatchMode):
-    """Watches what is computed from some logits. Views of them are free; anything else reads the whole view.
-
-    Trying it with NaN at the other positions would not do: the arg-max of NaN is a token like any other.
-    """
-
-    def __init__(self, logits: Float[Tensor, "batch pos d_vocab"]) -> None:
-        super().__init__()
-        self.storage = logits.untyped_storage().data_ptr()
-        self.offset = logits.storage_offset()
-        self.last = torch.zeros(logits.shape, dtype=torch.bool)
-        self.last[:, -1] = True
-        self.found: list[bool] = []
-
-    @property
-    def last_only(self) -> bool:
-        # Nothing seen means that it was read past torch (as a numpy array), so nothing is known.
-        return bool(self.found) and all(self.found)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [t.untyped_storage().data_ptr() for t in tree_leaves(result) if isinstance(t, Tensor)]
-        for t in tree_leaves((args, kwargs)):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() == self.storage and self.storage not in made:
-                place = self.last.as_strided(t.shape, t.stride(), t.storage_offset() - self.offset)
-                self.found.append(bool(place.all()))
-        return result
+    heads = (activation in ("k", "v") and getattr(cfg, "n_key_value_heads", None)) or cfg.n_heads
+    lengths = {"layer": cfg.n_layers, "neuron": cfg.d_mlp}
+    lengths |= dict.fromkeys(("pos", "src_pos", "dest_pos"), positions) | dict.fromkeys(("head", "head_index"), heads)
+    if name not in lengths:
+        raise ValueError(f"unknown axis {name!r}; the axes are {', '.join(lengths)}")
+    return lengths[name]

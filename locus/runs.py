@@ -13,7 +13,7 @@ import torch
 from locus.evaluate import DriftText, Evaluation, Strength, aues, drift, evaluate, relative, score
 from locus.facts import Facts, FactSplit, encode
 from locus.inject import Planted
-from locus.localize import ActivationPatching, Activations, AttributionPatching, localize
+from locus.localize import ActivationPatching, Activations, AttributionPatching, given, localize
 from locus.masks import Mask, ParameterMask, controls
 from locus.metrics import Batch
 from locus.models import HookedModel
@@ -58,8 +58,6 @@ class Planting:
     def __post_init__(self) -> None:
         if unknown := {*self.arms, *self.attacked} - set(PLANTED_ARMS):
             raise ValueError(f"Unknown arms {sorted(unknown)}; those of a planting are {', '.join(PLANTED_ARMS)}.")
-        if self.kind == "weight" and {"top", "bottom"} & set(self.arms):
-            raise ValueError("No localizer scores single weights yet: leave top and bottom out of the arms.")
         if not {"oracle", "random"} <= set(self.arms):
             raise ValueError(f"A planting compares oracle with random, so it needs both arms; got {self.arms}.")
 
@@ -226,7 +224,7 @@ def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, s
     masks: dict[tuple[str, str, int], Mask | ParameterMask] = {}
     pairs = split.forget.contrast_pairs(model, seed=seed)
     for name, method in named(plan.localizers).items():
-        scores = localize(model, pairs, method, components=plan.kind, progress=False)
+        scores = localize(model, pairs, given(method, split), components=plan.kind, progress=False)
         top = masks[name, "top", 0] = Mask.top(scores, plan.budget)
         masks[name, "bottom", 0] = Mask.bottom(scores, plan.budget)
         drawn = controls(top, draws, match="layer", disjoint=_half_free(top), seed=seed)

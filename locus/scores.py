@@ -105,6 +105,13 @@ class Scores:
         best = ", ".join(f"{row.component} {row.score:+.3g}" for row in self.top(3).itertuples())
         return f"Scores({m} {kinds} components x {n} facts, {self.method!r}, {self.metric}; top: {best})"
 
+    def _repr_html_(self) -> str:
+        from locus.view import density, grid, ranking
+
+        kinds = set(self.components.kinds)
+        chart = ranking if len(kinds) > 1 else density if kinds <= {"neuron", "value"} else grid
+        return chart(self)._repr_html_()
+
     def mean(self) -> Float[Tensor, " component"]:
         """Mean over the facts."""
         return self.values.mean(0)
@@ -173,13 +180,11 @@ class Scores:
     def load(cls, path: str | Path) -> "Scores":
         """Read what `save` wrote. The method comes back as a `RecordedMethod`."""
         tensors, record = read_tensors(path, kind="scores")
-        name, fields = record["method"]
-        items = None if fields is None else tuple((key, _hashable(value)) for key, value in fields.items())
         components = components_from_record(record, tensors["sizes"])
         return cls(
             tensors["values"],
             components,
-            RecordedMethod(name, items),
+            recorded_method(record),
             record["metric"],
             tuple(record["facts"]),
         )
@@ -269,6 +274,12 @@ def method_record(method: object) -> tuple[str, dict | None]:
     if dataclasses.is_dataclass(method):
         return type(method).__name__, {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
     return repr(method), None
+
+
+def recorded_method(record: Mapping) -> RecordedMethod:
+    """Inverse of `method_record`, in the record of a file."""
+    name, fields = record["method"]
+    return RecordedMethod(name, None if fields is None else tuple((k, _hashable(v)) for k, v in fields.items()))
 
 
 def _hashable(value: object) -> object:

@@ -40,6 +40,28 @@ from locus.verdict import verdict
 COLUMNS = "model facts localizer arm kind budget objective seed draw step metric value status attack".split()
 
 
+class Table(pd.DataFrame):
+    """The table of a study, which shows what it found at a glance. What is taken from it is an ordinary DataFrame."""
+
+    @property
+    def _constructor(self) -> Callable[..., pd.DataFrame]:
+        return pd.DataFrame
+
+    def __repr__(self) -> str:
+        whole = self[(self.step == -1) & (self.metric == "aues") & (self.attack == "")]
+        seeds = whole.groupby(["arm", "seed"]).value.mean()
+        arms = ", ".join(f"{arm} {values.mean():.3f}" for arm, values in seeds.groupby("arm"))
+        where = " on ".join(dict.fromkeys([*self.model, *self.facts]))
+        counts = f"{whole.seed.nunique()} seeds, {len(whole)} runs, {len(self):,} rows"
+        return f"study of {where}: {counts}; mean AUES: {arms}"
+
+    def _repr_html_(self) -> str:
+        from locus.view import study
+
+        drawn = (self.metric == "aues") & ~self.arm.isin(runs.STATES) & self.value.notna()
+        return study(self)._repr_html_() if drawn.any() else super()._repr_html_()
+
+
 def compare(
     model: HookedModel,
     facts: Facts,
@@ -49,7 +71,7 @@ def compare(
     other: Facts | None = None,
     jobs: int | None = None,
     progress: bool = True,
-) -> pd.DataFrame:
+) -> Table:
     """Does editing located components unlearn better than editing somewhere else? Returns the table.
 
     Arms, for each seed and objective: each localizer's `top` and `bottom` components, `random` ones of the same number
@@ -123,7 +145,7 @@ class _Study:
         self._cases: dict[int, Case] = {}
         self._text: DriftText | None = None
 
-    def run(self) -> pd.DataFrame:
+    def run(self) -> Table:
         plan = self.plan
         scanned = () if plan.planting else plan.seeds[: plan.scan_seeds]
         layers = _layers(self.model.cfg.n_layers, plan.scan_layers)
@@ -149,7 +171,7 @@ class _Study:
         if scanned:
             self.bar.stage("editing one layer at a time")
             self._keep("layer_scan", pd.concat([self._scan(seed, layers) for seed in scanned], ignore_index=True))
-        table = pd.concat(tables, ignore_index=True)
+        table = Table(pd.concat(tables, ignore_index=True))
         self.record["checkpoints"] = density(table)
         self._keep("table", table)
         write(self.folder.path / "table.csv", lambda path: table.to_csv(path, index=False))

@@ -94,17 +94,33 @@ def localizers() -> dict[str, Any]:
     """Every localizer, under the property tests of test_localize.py."""
     import locus as lo
 
+    kept = lo.facts.Facts([lo.facts.Fact(f"w{i}", "relation", f"w{i} w51", f"w{i + 20} w61") for i in range(3)])
     return {
         "patching": lo.ActivationPatching(),
         "patching, noising": lo.ActivationPatching(direction="noising"),
         "attribution": lo.AttributionPatching(),
         "attribution, noising": lo.AttributionPatching(direction="noising"),
+        "eap": lo.EAP(),
+        "eap-ig": lo.EAP(steps=3),
+        "path patching": lo.PathPatching(),
+        "path patching, noising": lo.PathPatching("noising", receiver="L2H1.q"),
         "knockout, zero": lo.Knockout("zero"),
         "knockout, mean": lo.Knockout("mean"),
         "knockout, resample": lo.Knockout("resample"),
         "activations": lo.Activations(),
         "activations, abs_mean": lo.Activations("abs_mean"),
         "random": lo.Random(),
+        "slimming": lo.Slimming(steps=10),
+        "hard concrete": lo.HardConcrete(steps=10),
+        "saliency": lo.GradientSaliency(),
+        "saliency, pooled": lo.GradientSaliency(pooled=True),
+        "snip": lo.SNIP(),
+        "snip, signed": lo.SNIP(signed=True),
+        "fisher": lo.Fisher(),
+        "wagle": lo.WAGLE(retain=kept),
+        "memflex": lo.MemFlex(retain=kept, copies=2),
+        "magnitude": lo.Magnitude(),
+        "wanda": lo.Wanda(),
     }
 
 

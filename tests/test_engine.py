@@ -5,15 +5,17 @@ import math
 import pytest
 import torch
 from helpers import ARCHITECTURES, tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from locus import hooks
 from locus.facts import Fact, Facts, FactSplit, encode
 from locus.masks import Mask, ParameterMask
 from locus.models import wrap
-from locus.unlearn import NPO, SGD, WGA, AdamW, GradientDifference, NextToken, guard, unlearn
+from locus.unlearn import DPO, NPO, RMU, SGD, WGA, AdamW, GradientDifference, NextToken, Update, compact, guard, unlearn
 from locus.unlearn.compact import leaves, lowest_layer
 from locus.unlearn.engine import schedule
 from locus.unlearn.objectives import kl
+from locus.unlearn.update import bits
 
 
 def hooked(architecture, dtype=torch.float64):
@@ -28,6 +30,11 @@ def facts(name, start, n):
         answer = " ".join(f"w{(5 * i + 11 * j + 1) % 90}" for j in range(1 + i % 3))
         made.append(Fact(subject, "likes", f"{subject} w1" + " w2" * (i % 2), answer))
     return Facts(made)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(compact, "TILE", 10)  # several tiles a weight, the last one smaller
 
 
 @pytest.fixture
@@ -127,7 +134,7 @@ def compare(model, split, mask, objective=None, optimizer=ADAMW, steps=3, clip=0
         gaps = [float((e - live.tensor.detach()).abs().max()) for e, live in zip(expected, model.live, strict=True)]
     assert max(gaps) < tolerance
     assert max(float((e - b).abs().max()) for e, b in zip(expected, before, strict=True)) > 1e-4
-    assert [row["loss"] for row in update.history[:-1]] == pytest.approx(losses, abs=1e-9)
+    assert [row["loss"] for row in update.history[:-1]] == pytest.approx(losses, abs=tolerance)
     return update
 
 
@@ -137,7 +144,8 @@ def test_compact_equals_dense(architecture, structure, split):
     model = hooked(architecture)
     mask = draw(model, structure)
     registered = hooks.count(model)
-    update = compare(model, split, mask)
+    # Gemma multiplies by the weights of its norms in float32, and sums their gradient over tokens in it.
+    update = compare(model, split, mask, tolerance=1e-7 if architecture.startswith("gemma") else 1e-9)
     assert hooks.count(model) == registered
     assert update.n_changed == mask.n_parameters and update.status == "finished"
 
@@ -403,6 +411,176 @@ def test_no_full_gradient_exists(split):
     state = built[0].state.values()
     assert sum(s["exp_avg"].numel() for s in state) == mask.n_parameters
     assert all(p.grad is None for p in model.bridge.parameters())
+
+
+class Created(TorchDispatchMode):
+    """Notes the shape of every new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        copies = func.name() in ("aten::index_copy", "aten::clone")  # of a weight, with new values in it: no gradient
+        if isinstance(made, torch.Tensor) and not func.is_view and not copies:
+            self.shapes.append(tuple(made.shape))
+        return made
+
+
+def created(model, split, mask):
+    """Shapes of all tensors that a backward pass makes."""
+    backward, seen = torch.Tensor.backward, Created()
+
+    def watched(loss):
+        with seen:
+            backward(loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", watched)
+        unlearn(model, split, mask, NPO(), steps=2, clip=1.0)
+    assert seen.shapes
+    return set(seen.shapes)
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)])
+@pytest.mark.parametrize("structure", ["rows", "columns", "entries"])
+def test_no_full_weight_gradient_exists(architecture, dtype, structure, split):
+    model = hooked(architecture, dtype)
+    mask = {n: m for n, m in draw(model, structure).items() if m.ndim == 2}
+    full = {s for n in mask for s in (tuple(model.weights[n].shape), tuple(model.weights[n].T.shape))}
+    # Some compact gradients happen to have the shape of another weight.
+    full -= {s for leaf in leaves(model, mask) for s in (tuple(leaf.values.shape), tuple(leaf.values.shape)[::-1])}
+    assert len(full) >= 3 and not full & created(model, split, ParameterMask(mask))
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "olmoe"])
+def test_no_gradient_of_other_experts_exists(architecture, split):
+    model = hooked(architecture, torch.float32)
+    mask = Mask.random(model.components("expert"), budget=0.3).materialize(model)
+    assert not {tuple(m.shape) for m in mask.values()} & created(model, split, mask)
+    before = {n: p.clone() for n, p in model.weights.items()}
+    expected, _ = by_hand(model, split, mask, NPO(), SGD(lr=0.1), 2)
+    with unlearn(model, split, mask, NPO(), optimizer=SGD(lr=0.1), steps=2).applied(model):
+        for value, live in zip(expected, model.live, strict=True):
+            assert torch.allclose(value, live.tensor, atol=1e-6)
+    assert all(torch.equal(before[n], p) for n, p in model.weights.items())
+
+
+def test_a_full_weight_gradient_would_be_seen(split):
+    """Tied embeddings, which not only a linear layer reads, do have one."""
+    model = hooked("llama", torch.float32)
+    name = "model.embed_tokens.weight"
+    mask = torch.rand(model.weights[name].shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    assert tuple(mask.shape) in created(model, split, ParameterMask({name: mask}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [("llama", torch.bfloat16), ("gpt_neox", torch.float32), ("mixtral", torch.float32)]
+)
+def test_recomputed_activations_give_the_same_bits(architecture, dtype, split):
+    model = hooked(architecture, dtype)
+    mask = draw(model, "mixed")
+    for objective in (NPO(retain="kl"), DPO(refusal="w5"), RMU(layer=1)):
+        registered = hooks.count(model)
+        kept, again = (
+            unlearn(model, split, mask, objective, steps=2, accumulate=2, recompute=recompute)
+            for recompute in (False, True)
+        )
+        assert hooks.count(model) == registered and not any("forward" in vars(b) for b in model.bridge.blocks)
+        assert repr(kept.history) == repr(again.history)
+        for name, (_, value) in kept.values.items():
+            assert torch.equal(bits(value), bits(again.values[name].value))
+
+
+def test_recomputed_activations_are_not_kept(split):
+    """What the graph holds before the backward pass is a block's input, not its inside."""
+    model = hooked("llama", torch.float32)
+    mask = Mask.random(model.components("neuron"), budget=0.3, seed=0)
+    widths, backward = [], torch.Tensor.backward
+
+    def sizes(recompute):
+        saved = []
+
+        def watched(loss):
+            widths.append({t.shape[-1] for t in saved})
+            backward(loss)
+
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        ):
+            patch.setattr(torch.Tensor, "backward", watched)
+            unlearn(model, split, mask, NPO(), steps=1, recompute=recompute)
+        return widths[-1]
+
+    d_mlp = model.cfg.d_mlp
+    assert d_mlp in sizes(False) and d_mlp not in sizes(True)
+
+
+@pytest.mark.parametrize("objective", [NPO(), NPO(retain="kl"), RMU(layer=1), RMU(layer=2, retain="kl")])
+@pytest.mark.parametrize("structure", ["mixed", "full"])
+def test_continuing_from_a_layer_equals_whole_passes(structure, objective, split):
+    """The slow path, for models that cannot be continued, is the fast one's twin."""
+    model = hooked("llama")
+    mask = draw(model, structure)
+    made = []
+    for fast in (True, False):
+        model.fast = fast
+        made.append(unlearn(model, split, mask, objective, steps=3))
+    assert [row["loss"] for row in made[0].history] == pytest.approx([r["loss"] for r in made[1].history], abs=1e-9)
+    for name, (_, value) in made[0].values.items():
+        assert torch.allclose(value, made[1].values[name].value, atol=1e-9, rtol=0)
+
+
+def test_what_does_not_change_is_computed_once(split):
+    """Blocks below the mask do not run in steps, and the original model's distributions take no pass of their own."""
+    model = hooked("llama", torch.float32)
+    neurons = model.components("neuron")
+    mask = Mask.random(neurons, budget=0.2, disjoint_from=Mask(neurons, neurons.layers < 2))
+
+    def calls(steps):
+        ran = []
+        handles = [
+            block.register_forward_hook(lambda *_, layer=layer: ran.append(layer))
+            for layer, block in enumerate(model.bridge.blocks)
+        ]
+        unlearn(model, split, mask, NPO(retain="kl"), steps=steps)
+        for handle in handles:
+            handle.remove()
+        return [ran.count(layer) for layer in range(3)]
+
+    assert [b - a for a, b in zip(calls(1), calls(4), strict=True)] == [0, 0, 3]
+
+
+def test_losses_are_those_of_the_stored_weights(split):
+    """The float32 masters are rounded before they are read: the last loss is that of the update applied."""
+    model = hooked("llama", torch.bfloat16)
+    mask = Mask.random(model.components("neuron"), budget=0.5)
+    update = unlearn(model, split, mask, NextToken(), optimizer=AdamW(lr=1e-2), steps=6)
+    with update.applied(model):
+        again = unlearn(model, split, mask, NextToken(), optimizer=AdamW(lr=1e-12), steps=1)
+    assert again.status == "nothing moved"
+    gap = abs(again.history[0]["loss"] - update.history[-1]["loss"])
+    assert gap < 0.02 < 0.1 < abs(update.history[0]["loss"] - update.history[-1]["loss"])
+
+
+@pytest.mark.parametrize(("structure", "dtype"), [("mixed", torch.float32), ("rows", torch.bfloat16)])
+@pytest.mark.parametrize("optimizer", [AdamW(lr=1e-2, weight_decay=0.5), SGD(lr=0.05, momentum=0.9, weight_decay=0.1)])
+def test_nothing_outside_the_mask_moves(optimizer, dtype, structure, split, tmp_path):
+    """Weight decay, momentum, clipping, accumulation, bfloat16, and a run that goes on from a saved one."""
+    model = hooked("llama", dtype)
+    mask, settings = draw(model, structure), dict(steps=2, clip=0.3, accumulate=2, batch_size=2, recompute=True)
+    before = {n: p.detach().clone() for n, p in model.weights.items()}
+    first = unlearn(model, split, mask, NPO(), optimizer=optimizer, **settings).save(tmp_path / "first")
+    with Update.load(first).applied(model):
+        second = unlearn(model, split, mask, NPO(), optimizer=optimizer, **settings)
+        with second.applied(model):
+            for name, p in model.weights.items():
+                outside = ~mask.get(name, torch.zeros(p.shape, dtype=torch.bool))
+                assert torch.equal(bits(before[name])[outside], bits(p)[outside])
+    assert second.n_changed > 0.9 * mask.n_parameters
+    assert all(torch.equal(bits(before[n]), bits(p)) for n, p in model.weights.items())
 
 
 def test_what_has_no_meaning_is_refused(split):

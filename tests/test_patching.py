@@ -1,9 +1,12 @@
 import pytest
 import torch
 import transformer_lens.patching as tl
-from helpers import ARCHITECTURES
+from helpers import ARCHITECTURES, contrast_pairs, tokenizer
 
 from locus import hooks, patching
+from locus.models import wrap
+from locus.reads import positions_read
+from locus.sweeps import ablated
 
 SWEEPS = [
     "resid_pre",
@@ -36,16 +39,25 @@ def every_position(logits):
     return logits.log_softmax(-1)[:, :, 7].sum()
 
 
-# All sweeps on one architecture with grouped and one with fused queries; on the others one of each kind of hook.
+# All sweeps with grouped and with fused queries; on the others those that the two `every` are made of.
+EVERY = ["block_every", "attn_head_all_pos_every"]
 CASES = [
     (name, sweep)
     for name in ARCHITECTURES
-    for sweep in (SWEEPS if name in ("llama", "gpt2") else ("resid_pre", "mlp_out", "attn_head_v_all_pos"))
+    for sweep in ([*SWEEPS, "attn_head_by_pos_every"] if name in ("llama", "gpt2") else EVERY)
 ]
 
 
+@pytest.fixture
+def float64_results():
+    """TransformerLens keeps its results in the default type of numbers."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(("any_model", "sweep"), CASES, indirect=["any_model"])
-def test_equals_transformer_lens(any_model, sweep):
+def test_equals_transformer_lens(any_model, sweep, float64_results):
     clean, corrupted = pair()
     with torch.no_grad():
         _, cache = any_model.bridge.run_with_cache(clean)
@@ -54,10 +66,81 @@ def test_equals_transformer_lens(any_model, sweep):
     before = hooks.count(any_model)
     ours = getattr(patching, name)(any_model, corrupted, cache, last_difference, progress=False)
     assert ours.shape == theirs.shape
-    # TransformerLens keeps its results in float32.
-    assert (ours - theirs).abs().max() < 1e-6
+    assert (ours - theirs).abs().max() < 1e-9
     assert ours.std() > 1e-4
     assert hooks.count(any_model) == before
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_equals_transformer_lens_in_float32(name):
+    model = wrap(ARCHITECTURES[name]().float(), tokenizer(), name)
+    clean, corrupted = pair()
+    with torch.no_grad():
+        _, cache = model.bridge.run_with_cache(clean)
+        theirs = tl.get_act_patch_block_every(model.bridge, corrupted, cache, last_difference)
+    ours = patching.get_act_patch_block_every(model, corrupted, cache, last_difference, progress=False)
+    assert ours.dtype == torch.float32 and (ours - theirs).abs().max() < 1e-4
+
+
+def test_every_name_of_transformer_lens_is_here():
+    names = {name for name in vars(tl) if name.startswith("get_act_patch_")}
+    assert len(names) >= 20 and names <= set(vars(patching))
+
+
+class Padded:
+    """A bridge whose runs have an attention mask, for TransformerLens' functions, which know of none."""
+
+    def __init__(self, model, mask):
+        self.model, self.mask, self.cfg = model, mask, model.cfg
+
+    def __getattr__(self, name):
+        return getattr(self.model.bridge, name)
+
+    def run_with_hooks(self, tokens, fwd_hooks):
+        with hooks.finite_masks(self.model):
+            return self.model.bridge.run_with_hooks(tokens, fwd_hooks=fwd_hooks, attention_mask=self.mask.long())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_pairs_equal_transformer_lens(any_model, side, float64_results):
+    pairs = contrast_pairs(3, side)
+    clean, corrupted, mask = pairs.clean, pairs.corrupted, pairs.attention_mask
+
+    def metric(logits):
+        read = logits[torch.arange(3), pairs.read[:, 0]]
+        return (read[:, 5] - read[:, 6]).mean()
+
+    with torch.no_grad():
+        names = [f"blocks.{k}.{n}" for k in range(3) for n in ("hook_resid_pre", "attn.hook_v", "hook_mlp_out")]
+        with hooks.capture(any_model, names) as cache:
+            any_model.logits(clean, mask)
+        for sweep in ("resid_pre", "attn_head_v_all_pos", "mlp_out"):
+            name = f"get_act_patch_{sweep}"
+            theirs = getattr(tl, name)(Padded(any_model, mask), corrupted, cache, metric)
+            options = {"attention_mask": mask, "progress": False}
+            ours = getattr(patching, name)(any_model, corrupted, cache, metric, **options)
+            assert (ours - theirs).abs().max() < 1e-9, sweep
+            # The clean tokens do as well as their cache.
+            assert torch.equal(ours, getattr(patching, name)(any_model, corrupted, clean, metric, **options))
+
+
+@pytest.mark.parametrize(("name", "component"), [("gpt2", "q"), ("gpt2", "k"), ("gpt2", "v"), ("qwen3", "q")])
+def test_direct_paths_equal_transformer_lens(name, component, float64_results):
+    model = wrap(ARCHITECTURES[name]().double(), tokenizer(), name)
+    clean, corrupted = pair()
+    with torch.no_grad():
+        caches = [model.bridge.run_with_cache(tokens)[1] for tokens in (clean, corrupted)]
+        arguments = (corrupted, *caches, last_difference)
+        theirs = tl.get_act_patch_direct_path(model.bridge, *arguments, 0, 1, component, verbose=False)
+        ours = patching.get_act_patch_direct_path(model, *arguments, 0, 1, component, verbose=False)
+        assert (ours - theirs).abs().max() < 1e-9 and ours[1:].std() > 1e-5
+        if component == "v":
+            theirs = tl.get_act_patch_direct_path_all_sources(model.bridge, *arguments, "v", False)
+            ours = patching.get_act_patch_direct_path_all_sources(model, *arguments, "v", False)
+            assert ours.shape == theirs.shape and (ours - theirs).abs().max() < 1e-9
+        if name == "qwen3":
+            with pytest.raises(ValueError, match="GQA"):
+                patching.get_act_patch_direct_path(model, *arguments, 0, 1, "k", verbose=False)
 
 
 def one_by_one(model, corrupted, cache, metric, mask=None):
@@ -78,8 +161,7 @@ def one_by_one(model, corrupted, cache, metric, mask=None):
     return out
 
 
-@pytest.mark.parametrize("metric", [last_difference, every_position])
-@pytest.mark.parametrize("max_tokens", [11, 4096])
+@pytest.mark.parametrize(("metric", "max_tokens"), [(last_difference, 4096), (every_position, 11)])
 def test_equals_one_by_one_in_float64(any_model, metric, max_tokens):
     clean, corrupted = pair()
     with torch.no_grad():
@@ -202,11 +284,16 @@ def test_only_the_last_position_is_unembedded_where_only_that_is_read():
     ]
     every = [
         lambda x: x.log_softmax(-1)[:, -1].sum(),
-        lambda x: (x[:, -2:].argmax(-1) == 3).sum(),
+        lambda x: x.roll(1, 0)[:, -2:].argmax(-1).sum(),
         lambda x: torch.as_tensor(x.numpy().mean()),
     ]
-    assert all(patching._positions_read(metric, logits).tolist() == [4] for metric in last)
-    assert all(len(patching._positions_read(metric, logits)) == 5 for metric in every)
+    some = [
+        lambda x: (x[:, -2:].argmax(-1) == 3).sum(),
+        lambda x: x[torch.arange(2), torch.tensor([3, 4]), answer].sum(),
+    ]
+    assert all(positions_read(metric, logits).tolist() == [4] for metric in last)
+    assert all(len(positions_read(metric, logits)) == 5 for metric in every)
+    assert all(positions_read(metric, logits).tolist() == [3, 4] for metric in some)
 
 
 def test_bad_requests(llama):
@@ -236,7 +323,191 @@ def test_slow_path_is_used_and_said(llama, monkeypatch, capsys):
     with torch.no_grad():
         _, cache = llama.bridge.run_with_cache(clean)
     fast = patching.get_act_patch_resid_pre(llama, corrupted, cache, last_difference, progress=False)
-    monkeypatch.setattr(hooks.Trace, "logits", lambda self: llama.logits(corrupted) + 1)
+    monkeypatch.setattr(llama, "fast", False)
+    monkeypatch.setattr(llama, "name", "a model that cannot be continued")
     slow = patching.get_act_patch_resid_pre(llama, corrupted, cache, last_difference, progress=False)
     assert torch.allclose(fast, slow)
     assert "one whole forward pass a cell" in capsys.readouterr().err
+
+
+def test_whole_rows_are_computed_and_it_is_said_where_nothing_can_be_left_out(llama, monkeypatch, capsys):
+    clean, corrupted = pair()
+    fast = patching.get_act_patch_attn_out(llama, corrupted, clean, last_difference, progress=False)
+    monkeypatch.setattr(llama, "packed", False)
+    monkeypatch.setattr(llama, "name", "a model that looks ahead")
+    for _ in range(2):
+        slow = patching.get_act_patch_attn_out(llama, corrupted, clean, last_difference, progress=False)
+        assert (fast - slow).abs().max() < 1e-12
+    assert capsys.readouterr().err.count("whole rows are computed") == 1
+
+
+def test_a_model_that_looks_ahead_is_found_out(llama, tokens):
+    assert llama.fast and llama.packed and hooks.packs(llama, tokens)
+    point = llama.bridge.hook_dict["blocks.1.hook_out"]
+    handle = point.register_forward_hook(lambda module, args, x: x + x.mean(1, keepdim=True))
+    try:
+        assert not hooks.packs(llama, tokens)
+    finally:
+        handle.remove()
+
+
+def test_only_what_a_patch_can_change_is_computed(llama, monkeypatch):
+    """Prompts that differ from position 3 on: nothing is run for the cells before, and few tokens for the others."""
+    clean, _ = pair(1, 6)
+    corrupted = clean.clone()
+    corrupted[:, 3] += 1
+    computed = []
+    grown = hooks.Trace.grown
+
+    def counted(self, starts, read):
+        computed.extend(6 - first for start in starts.values() for first in start.first.tolist())
+        return grown(self, starts, read)
+
+    monkeypatch.setattr(hooks.Trace, "grown", counted)
+    found = patching.get_act_patch_resid_pre(llama, corrupted, clean, last_difference, progress=False)
+    assert sorted(computed) == [1, 1, 2, 2, 3, 3, 3]  # at layer 0, positions 4 and 5 are the same token in both
+    base = last_difference(llama.logits(corrupted))
+    assert (found[:, :3] - base).abs().max() < 1e-12 and (found[0, 4:] - base).abs().max() < 1e-12
+
+
+def windowed(model, base, clean, mask, layers, name, at):
+    """Twin of `window` and `positions`: the metric with an activation of several layers replaced at some positions."""
+    names = [f"blocks.{layer}.{name}" for layer in layers]
+    with torch.no_grad():
+        with hooks.capture(model, names) as cache:
+            model.logits(clean, mask)
+
+        def put(name):
+            return lambda x: torch.where(at.reshape(*at.shape, *[1] * (x.ndim - 2)), cache[name], x)
+
+        with hooks.edits(model, [(name, put(name)) for name in names]):
+            return last_difference(model.logits(base, mask))
+
+
+@pytest.mark.parametrize(
+    ("sweep", "packed"), [("resid_pre", True), ("mlp_out", True), ("mlp_out", False), ("attn_head_v_all_pos", True)]
+)
+def test_windows_of_layers(any_model, sweep, packed, monkeypatch):
+    clean, corrupted = pair()
+    monkeypatch.setattr(any_model, "packed", packed)
+    name = f"get_act_patch_{sweep}"
+    options = {"window": 2, "progress": False, "max_tokens": 30}
+    ours = getattr(patching, name)(any_model, corrupted, clean, last_difference, **options)
+    if sweep == "attn_head_v_all_pos":
+        monkeypatch.setattr(any_model, "fast", False)
+        slow = getattr(patching, name)(any_model, corrupted, clean, last_difference, **options)
+        assert (ours - slow).abs().max() < 1e-9
+        return
+    for layer, p in ((0, 4), (1, 0), (2, 3)):
+        at = torch.zeros(2, 5, dtype=torch.bool)
+        at[:, p] = True
+        layers = range(max(0, layer - 1), layer + 1)
+        expected = windowed(any_model, corrupted, clean, None, layers, f"hook_{sweep}", at)
+        assert (ours[layer, p] - expected).abs() < 1e-9
+
+
+def test_sets_of_positions(llama):
+    clean, corrupted = pair()
+    sets = [[1, 2], [4], []]
+    ours = patching.get_act_patch_mlp_out(
+        llama, corrupted, clean, last_difference, positions=sets, window=3, progress=False
+    )
+    masks = torch.zeros(3, 2, 5, dtype=torch.bool)
+    masks[0, :, 1:3] = masks[1, :, 4] = True
+    assert ours.shape == (3, 3)
+    for layer, layers in enumerate(([0, 1], [0, 1, 2], [1, 2])):
+        for mask, value in zip(masks, ours[layer], strict=True):
+            assert (value - windowed(llama, corrupted, clean, None, layers, "hook_mlp_out", mask)).abs() < 1e-9
+    masks[0, 1] = masks[0, 1].flip(0)  # another span in each prompt
+    ours = patching.get_act_patch_mlp_out(llama, corrupted, clean, last_difference, positions=masks, progress=False)
+    expected = windowed(llama, corrupted, clean, None, [1], "hook_mlp_out", masks[0])
+    assert (ours[1, 0] - expected).abs() < 1e-9
+    with pytest.raises(ValueError, match="need an axis 'pos'"):
+        patching.get_act_patch_attn_head_out_all_pos(
+            llama, corrupted, clean, last_difference, positions=sets, progress=False
+        )
+
+
+def test_neurons_and_ablations(llama):
+    clean, corrupted = pair(4)
+    name = "blocks.1.mlp.hook_post"
+    with torch.no_grad(), hooks.capture(llama, [name]) as found:
+        llama.logits(corrupted)
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    for source in ("zero", "mean", "resample"):
+        ours = patching.get_act_patch_mlp_neuron_by_pos(llama, corrupted, source, last_difference, progress=False)
+        assert ours.shape == (3, 5, 48)
+        new = ablated(found[name], mask, source)
+        expected = {
+            "zero": torch.zeros(4, 5, 48).double(),
+            "mean": found[name].mean((0, 1)).expand(4, 5, 48),
+            "resample": new,
+        }[source]
+        assert (new - expected).abs().max() < 1e-12
+        for p, neuron in ((0, 7), (3, 40)):
+
+            def put(x, p=p, neuron=neuron, new=new):
+                x = x.clone()
+                x[:, p, neuron] = new[:, p, neuron]
+                return x
+
+            with torch.no_grad(), hooks.edits(llama, [(name, put)]):
+                assert (ours[1, p, neuron] - last_difference(llama.logits(corrupted))).abs() < 1e-9
+    with pytest.raises(ValueError, match="can be set to 'zero' only"):
+        patching.get_act_patch_attn_head_pattern_all_pos(llama, corrupted, "mean", last_difference, progress=False)
+
+
+def test_noising_is_the_other_way_round(llama):
+    """One head's clean value put into the corrupted run, and its corrupted value into the clean run."""
+    clean, corrupted = pair()
+    noised = patching.get_act_patch_attn_head_out_all_pos(llama, clean, corrupted, last_difference, progress=False)
+    name = "blocks.2.attn.hook_z"
+    with torch.no_grad():
+        with hooks.capture(llama, [name]) as found:
+            llama.logits(corrupted)
+        edit = lambda z: torch.cat([found[name][:, :, :1], z[:, :, 1:]], 2)  # noqa: E731
+        with hooks.edits(llama, [(name, edit)]):
+            assert (noised[2, 0] - last_difference(llama.logits(clean))).abs() < 1e-9
+
+
+def test_an_interrupted_sweep_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
+    model = wrap(ARCHITECTURES["llama"]().float(), tokenizer(), "llama")
+    clean, corrupted = pair()
+    monkeypatch.setattr("locus.resume.SECONDS", 0.0)
+    calls = []
+
+    def metric(logits):
+        calls.append(1)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return last_difference(logits)
+
+    def sweep(path, tokens=clean):
+        return patching.get_act_patch_resid_pre(
+            model, corrupted, tokens, metric, resume=path, max_tokens=20, progress=False
+        )
+
+    stop = None
+    whole = sweep(None)
+    every = len(calls)
+    calls.clear()
+    stop = every - 3
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tmp_path / "sweep.safetensors")
+    calls.clear()
+    stop = None
+    assert torch.equal(sweep(tmp_path / "sweep.safetensors"), whole)
+    assert len(calls) < every / 2
+    with pytest.raises(ValueError, match="of another sweep"):
+        sweep(tmp_path / "sweep.safetensors", clean + 1)
+    assert [f.name for f in tmp_path.iterdir()] == ["sweep.safetensors"]
+
+
+def test_a_long_sweep_says_beforehand_what_it_takes(llama, monkeypatch, capsys):
+    clean, corrupted = pair()
+    monkeypatch.setattr("locus.sweeps.LONG", 0.0)
+    patching.get_act_patch_mlp_out(llama, corrupted, clean, last_difference, max_tokens=20)
+    said = capsys.readouterr().err
+    assert "patching mlp_out: 15 cells in " in said and " s and " in said and "GB beside the model" in said
+    patching.get_act_patch_mlp_out(llama, corrupted, clean, last_difference, max_tokens=20, progress=False)
+    assert capsys.readouterr().err == ""

@@ -355,7 +355,7 @@ def test_plan_refuses_what_cannot_be():
     ):
         with pytest.raises(ValueError):
             Plan(**wrong)
-    for wrong in ({"arms": ("oracle",)}, {"arms": ("oracle", "random", "elsewhere")}, {"kind": "weight"}):
+    for wrong in ({"arms": ("oracle",)}, {"arms": ("oracle", "random", "elsewhere")}):
         with pytest.raises(ValueError):
             Planting(**wrong)
     assert Plan(steps=10, dense=3, every=4).checkpoints == [0, 1, 2, 3, 7, 10]

@@ -4,7 +4,6 @@ A method is one frozen dataclass whose `score` returns Float["fact component"] w
 **positive = removing the component lowers the metric**.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -13,20 +12,48 @@ from torch import Tensor
 
 from locus.components import Components
 from locus.localize.attribution import AttributionPatching
-from locus.localize.interventions import ActivationPatching, Knockout
+from locus.localize.interventions import ActivationPatching, Knockout, per_example
+from locus.localize.learned import HardConcrete, Slimming
+from locus.localize.paths import EAP, PathPatching, localize_edges, path_patch
 from locus.localize.statistics import Activations, Random
-from locus.metrics import Targets, logit_difference
+from locus.localize.weights import (
+    SNIP,
+    WAGLE,
+    Fisher,
+    GradientSaliency,
+    Magnitude,
+    MemFlex,
+    Wanda,
+    given,
+    localize_weights,
+)
+from locus.metrics import logit_difference
 from locus.scores import Scores
 
 __all__ = [
+    "EAP",
     "METHODS",
+    "SNIP",
+    "WAGLE",
     "ActivationPatching",
     "Activations",
     "AttributionPatching",
+    "Fisher",
+    "GradientSaliency",
+    "HardConcrete",
     "Knockout",
+    "Magnitude",
+    "MemFlex",
     "Method",
+    "PathPatching",
     "Random",
+    "Slimming",
+    "Wanda",
+    "given",
     "localize",
+    "localize_weights",
+    "localize_edges",
+    "path_patch",
 ]
 
 
@@ -41,7 +68,24 @@ class Method(Protocol):
     ) -> Float[Tensor, "fact component"]: ...
 
 
-METHODS: tuple[type, ...] = (ActivationPatching, AttributionPatching, Knockout, Activations, Random)
+METHODS: tuple[type, ...] = (
+    ActivationPatching,
+    AttributionPatching,
+    Knockout,
+    EAP,
+    PathPatching,
+    Activations,
+    Random,
+    Slimming,
+    HardConcrete,
+    GradientSaliency,
+    SNIP,
+    Fisher,
+    WAGLE,
+    MemFlex,
+    Magnitude,
+    Wanda,
+)
 
 
 def localize(
@@ -80,22 +124,5 @@ def localize(
             f"{type(method).__name__} does not score components of kind {min(unsupported)!r}; "
             f"it scores {', '.join(method.KINDS)}"
         )
-    values = method.score(model, pairs, chosen, _per_example(metric), progress)
+    values = method.score(model, pairs, chosen, per_example(metric), progress)
     return Scores(values.detach().float().cpu(), chosen, method, getattr(metric, "__name__", str(metric)))
-
-
-def _per_example(metric: Callable) -> Callable:
-    """The metric, refusing a result that is not one value a row: it would be broadcast to all facts."""
-
-    @functools.wraps(metric)
-    def checked(logits: Tensor, targets: Targets) -> Tensor:
-        value = metric(logits, targets)
-        if not isinstance(value, Tensor) or value.shape != logits.shape[:1]:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ValueError(
-                f"the metric {getattr(metric, '__name__', metric)!r} returned {got}; expected one value for each of "
-                f"{len(logits)} rows: average over tokens, not over rows"
-            )
-        return value
-
-    return checked

@@ -1,5 +1,6 @@
 """Exact interventions: replace a component's activation and measure the metric."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from torch import Tensor
 from locus import hooks
 from locus.components import Component, Components, site
 from locus.metrics import Targets
-from locus.patching import MAX_TOKENS, sweep
+from locus.sweeps import MAX_TOKENS, ablated, sweep
 
 ALL_KINDS = ("head", "kv", "neuron", "value", "mlp", "attn", "expert")
 
@@ -75,31 +76,11 @@ class Knockout:
         self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
     ) -> Float[Tensor, "fact component"]:
         clean = activations(model, pairs.clean, pairs.attention_mask, components)
-        replacement = {name: self._baseline(act, pairs.attention_mask) for name, act in clean.items()}
+        replacement = {
+            name: ablated(act, pairs.attention_mask, self.ablation, self.seed) for name, act in clean.items()
+        }
         label = f"knockout, {self.ablation}" if progress else None
         return -intervene(model, pairs, pairs.clean, components, replacement, metric, self.max_tokens, label)
-
-    def _baseline(self, act: Tensor, mask: Tensor) -> Tensor:
-        if self.ablation == "zero":
-            return torch.zeros_like(act)
-        if self.ablation == "mean":
-            weight = mask.to(act).reshape(*mask.shape, *[1] * (act.ndim - 2))
-            return ((act * weight).sum((0, 1)) / weight.sum()).expand_as(act)
-        generator = torch.Generator().manual_seed(self.seed)
-        other = torch.empty(len(act), dtype=torch.long)
-        # Among prompts of one length: at another's padding there is nothing to take.
-        for shape in mask.unique(dim=0):
-            alike = (mask == shape).all(1).nonzero().flatten().cpu()
-            if len(alike) < 2:
-                raise ValueError(
-                    "resample knockout takes activations from another fact of as many tokens, and fact "
-                    f"{int(alike[0])} of {len(act)} is the only one of {int(shape.sum())}; leave it out, or use "
-                    "ablation='mean'"
-                )
-            # A random cycle: every fact gets another fact's activation, none its own.
-            cycle = alike[torch.randperm(len(alike), generator=generator)]
-            other[cycle] = cycle.roll(1)
-        return act[other.to(act.device)]
 
 
 def hook_names(component: Component) -> list[str]:
@@ -120,6 +101,23 @@ def activations(
 
 def targets(pairs: Any) -> Targets:
     return Targets(answer=pairs.answer, distractor=pairs.distractor, mask=pairs.read_mask)
+
+
+def per_example(metric: Callable) -> Callable:
+    """The metric, refusing a result that is not one value a row: it would be broadcast to all facts."""
+
+    @functools.wraps(metric)
+    def checked(logits: Tensor, targets: Targets) -> Tensor:
+        value = metric(logits, targets)
+        if not isinstance(value, Tensor) or value.shape != logits.shape[:1]:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"the metric {getattr(metric, '__name__', metric)!r} returned {got}; expected one value for each of "
+                f"{len(logits)} rows: average over tokens, not over rows"
+            )
+        return value
+
+    return checked
 
 
 def intervene(

@@ -3,26 +3,31 @@
 For every tensor that the forward pass reads, the masked entries are the whole tensor, whole slices along an
 axis, or scattered. In a linear layer y = x Wᵀ + b, selected output units are computed by themselves,
 y[..., units] = x Vᵀ + b[units], and selected input units are added as a difference,
-y + x[..., units] (V − V₀)ᵀ; so no full weight and no full gradient is ever made. Everything else (embeddings,
-norms, biases, experts, scattered entries) is read from a full tensor that is rebuilt from the compact values
-at each forward pass.
+y + x[..., units] (V − V₀)ᵀ; scattered entries are put into a copy of the weight that lives for one matrix product,
+and their gradient is taken from a few rows of the full one at a time. Whole experts stand in the place of the
+original ones when an expert is looked up. So no full gradient is ever made. Everything else (embeddings, norms,
+biases, parts of experts) is read from a full tensor that is rebuilt from the compact values at each forward pass, and
+its full gradient is made and dropped.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from locus import hooks
 from locus.unlearn.update import Entries, pick
 
 Structure = Literal["whole", "slices", "entries"]
+TILE = 64  # rows of a full weight gradient that exist at a time, where scattered entries are picked from it
 
 
 @dataclass(eq=False)
@@ -52,10 +57,10 @@ class Leaf:
         """The same entries of another tensor of the stored parameter's shape, a mask for instance."""
         return _take(self.live.take(stored), self.structure, self.dim, self.index)
 
-    def dense(self) -> Float[Tensor, "..."]:
-        """The full tensor with the current values in it, in the model's dtype, inside the autograd graph."""
+    def dense(self, values: Float[Tensor, "..."] | None = None) -> Float[Tensor, "..."]:
+        """The full tensor with the current (or other) values in it, in the model's dtype, inside the autograd graph."""
         tensor = self.live.tensor.detach()
-        values = self.values.to(tensor.dtype)
+        values = self.values.to(tensor.dtype) if values is None else values
         if self.structure == "whole":
             return values
         if self.structure == "slices":
@@ -63,15 +68,24 @@ class Leaf:
         return tensor.reshape(-1).index_copy(0, self.index, values).reshape(tensor.shape)
 
     @property
+    def module(self) -> nn.Module:
+        return self.owners[0][0]
+
+    @property
     def in_linear(self) -> bool:
-        """Whether the layer's output can be edited instead of its weight."""
-        (module, attribute), *others = self.owners
-        linear = isinstance(module, nn.Linear | Conv1D) and attribute == "weight" and not others
-        return linear and self.structure == "slices"
+        """Whether it is the weight of one linear layer, whose output can be edited instead."""
+        linear = isinstance(self.module, nn.Linear | Conv1D) and self.owners[0][1] == "weight"
+        return linear and len(self.owners) == 1 and self.structure != "whole"
+
+    @property
+    def in_experts(self) -> bool:
+        """Whether it is whole experts of a fused [expert, …] tensor, which transformers' own forward pass indexes."""
+        fused = hasattr(self.module, "has_gate") and hasattr(type(self.module).forward, "__wrapped__")
+        return fused and len(self.owners) == 1 and self.structure == "slices" and self.dim == 0
 
     def edit(self, x: Float[Tensor, "... d_in"], y: Float[Tensor, "... d_out"]) -> Float[Tensor, "... d_out"]:
         """The output of the linear layer with the current values in its weight."""
-        module = self.owners[0][0]
+        module = self.module
         conv = isinstance(module, Conv1D)  # stores [in, out]
         values = self.values.to(y.dtype)
         if (self.dim == 0) != conv:
@@ -157,6 +171,48 @@ def _owners(model: Any) -> dict[int, dict[tuple[int, str], tuple[nn.Module, str]
     return owners
 
 
+class _Scattered(torch.autograd.Function):
+    """x Wᵀ with scattered entries of W replaced. Neither W nor its gradient outlives the call, the latter in tiles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, leaf: Leaf) -> Tensor:
+        ctx.save_for_backward(x, values)
+        ctx.leaf = leaf
+        weight = leaf.dense(values)
+        return x @ (weight if isinstance(leaf.module, Conv1D) else weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        (x, values), leaf, gradient = ctx.saved_tensors, ctx.leaf, gradients[0]
+        conv = isinstance(leaf.module, Conv1D)
+        weight = leaf.dense(values)
+        below = gradient @ (weight.T if conv else weight) if ctx.needs_input_grad[0] else None
+        rows, columns = (t.flatten(0, -2) for t in ((x, gradient) if conv else (gradient, x)))
+        starts = torch.arange(0, weight.shape[0], TILE, device=x.device)
+        found = []
+        for start, entries in zip(starts.tolist(), _tiles(leaf.index, starts * weight.shape[1]), strict=True):
+            tile = rows[:, start : start + TILE].T @ columns
+            found.append(tile.reshape(-1).index_select(0, entries - start * weight.shape[1]))
+        return below, torch.cat(found), None
+
+
+def _tiles(index: Int[Tensor, " entry"], starts: Int[Tensor, " tile"]) -> tuple[Tensor, ...]:
+    """Ascending flat indices, divided where each tile starts."""
+    return index.tensor_split(torch.searchsorted(index, starts[1:]).cpu())
+
+
+class _Experts:
+    """A fused tensor of experts to index by expert: the selected ones are compact values, inside the autograd graph."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._fused = leaf.live.tensor.detach()
+        self._edited = dict(zip(leaf.index.tolist(), leaf.values.to(self._fused.dtype).unbind(), strict=True))
+
+    def __getitem__(self, expert: Any) -> Tensor:
+        found = self._edited.get(int(expert))
+        return self._fused[expert] if found is None else found
+
+
 @contextmanager
 def edited(found: Sequence[Leaf]) -> Iterator[None]:
     """Within the block, forward passes read the current compact values, and autograd reaches them.
@@ -165,24 +221,55 @@ def edited(found: Sequence[Leaf]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for leaf in found:
-            if leaf.in_linear:
-                stack.enter_context(hooks.linear_edit(leaf.owners[0][0], leaf.edit))
+            module = leaf.module
+            if leaf.in_linear and leaf.structure == "slices":
+                stack.enter_context(hooks.linear_edit(module, leaf.edit))
+            elif leaf.in_linear:
+                stack.enter_context(_instead(module, "forward", partial(_scattered_linear, leaf)))
+            elif leaf.in_experts:
+                # The plain loop over experts, which looks them up one by one.
+                plain = partial(type(module).forward.__wrapped__, module)  # type: ignore[attr-defined]
+                stack.enter_context(_instead(module, "forward", plain))
+                stack.enter_context(_instead(module, leaf.owners[0][1], _Experts(leaf)))
             else:
-                stack.enter_context(_substituted(leaf))
+                dense = leaf.dense()
+                for owner, attribute in leaf.owners:
+                    stack.enter_context(_instead(owner, attribute, dense))
+        yield
+
+
+def _scattered_linear(leaf: Leaf, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+    y = _Scattered.apply(x, leaf.values.to(leaf.live.tensor.dtype), leaf)
+    return y if leaf.module.bias is None else y + leaf.module.bias
+
+
+@contextmanager
+def recomputed(model: Any) -> Iterator[None]:
+    """Within the block, each decoder block keeps only its input for the backward pass, which runs it again.
+
+    The backward pass must run inside too, with every edit of the forward pass still in place. The values are the same,
+    bit for bit where the forward pass is deterministic; Chen et al. 2016 (arXiv 1604.06174).
+    """
+    with ExitStack() as stack:
+        for block in model.bridge.blocks:
+            stack.enter_context(_instead(block, "forward", partial(checkpoint, block.forward, use_reentrant=False)))
         yield
 
 
 @contextmanager
-def _substituted(leaf: Leaf) -> Iterator[None]:
-    """Within the block, the modules that own a parameter hold a tensor of the autograd graph in its place."""
-    dense = leaf.dense()
+def _instead(module: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+    """Within the block, `module.attribute` is something else; what is registered in the module stays as it is."""
+    own = vars(module)  # found before parameters and methods are
+    nothing = object()
+    before = own.get(attribute, nothing)
+    own[attribute] = value
     try:
-        for module, attribute in leaf.owners:
-            module._parameters[attribute] = dense  # type: ignore[assignment]  # as torch.func.functional_call does
         yield
     finally:
-        for module, attribute in leaf.owners:
-            module._parameters[attribute] = leaf.live.tensor
+        if before is nothing:
+            del own[attribute]
+        else:
+            own[attribute] = before
 
 
 def lowest_layer(model: Any, found: Sequence[Leaf]) -> int | None:

@@ -6,12 +6,14 @@ the optimizer cannot reach anything else. The model itself is written to for che
 once, to compare the bits of everything outside the mask before and after.
 
 What makes it fast: no full gradient or optimizer state, the forward pass below the lowest edited block is run
-once for all prompts (`hooks.prefix`), and logits are computed only where an answer token is predicted.
+once for all prompts (`hooks.prefix`), logits are computed only where an answer token is predicted, nothing at tokens
+after the last of these, and what the original model says is kept from one pass before the first step.
 
 The model is used as it is, so without dropout when it is in evaluation mode, as `locus.load` leaves it.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -24,7 +26,7 @@ from tqdm.auto import tqdm
 from locus import hooks
 from locus.facts import Fact, encode
 from locus.masks import Mask, ParameterMask
-from locus.unlearn.compact import Leaf, edited, entries, leaves, lowest_layer
+from locus.unlearn.compact import Leaf, edited, entries, leaves, lowest_layer, recomputed
 from locus.unlearn.objectives import (
     Answers,
     Internal,
@@ -57,6 +59,7 @@ def unlearn(
     floor: float | None = 0.01,
     checkpoints: Collection[int] = (),
     callback: Callable[[int], bool | None] | None = None,
+    recompute: bool = False,
     progress: bool = False,
 ) -> Update:
     """Lower `objective` by changing only the masked entries; the model is left as it was, bit for bit.
@@ -83,6 +86,8 @@ def unlearn(
             that an early end does not reach are left out.
         callback: called with the number of steps made, the edit in place in the model as it would be stored. The
             run ends there, as "finished", if it returns True.
+        recompute: activations are computed again for the gradient instead of being kept (activation checkpointing):
+            the same bits, less memory, about half as much time again.
         progress: show a bar.
 
     Returns:
@@ -105,8 +110,8 @@ def unlearn(
     n_retain = len(split.retain) if objective.retain_weight or floor is not None else 0
     retain = schedule(n_retain, size, steps * accumulate, generator)
     with torch.enable_grad(), model.frozen():
-        prompts = _prompts(model, split, objective, forget, retain, lowest_layer(model, found))
-        run = _Run(objective, found, prompts, forget, retain, accumulate, floor)
+        prompts = _prompts(model, split, objective, forget, retain, found)
+        run = _Run(objective, found, prompts, forget, retain, accumulate, floor, recompute)
         with tqdm(total=steps, unit="step", disable=not progress) as bar:
             stepper = optimizer.build([leaf.values for leaf in found])
             for step in range(steps + 1):
@@ -158,6 +163,7 @@ class _Prompts:
     logits: rows, positions → logits, with whatever edit is in place
     read: positions whose logits predict the answer's tokens; answer: those tokens; mask: False = none left
     original: the original model's log-probabilities of the answer tokens
+    normed: what the original model unembeds there, if its distributions are asked for and can be had from it
     others: how many rows after a forget fact its other answer stands
     compared: the tokens at which hidden states are compared
     sites: hooks that are read at each pass; states: what they and those that no edit reaches gave originally
@@ -170,6 +176,7 @@ class _Prompts:
     answer: Int[Tensor, "fact read"]
     mask: Bool[Tensor, "fact read"]
     original: Float[Tensor, "fact read"]
+    normed: Float[Tensor, "fact read d_model"] | None
     others: int
     compared: Bool[Tensor, "fact pos"]
     sites: tuple[str, ...]
@@ -177,8 +184,19 @@ class _Prompts:
 
     def distribution(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row read d_vocab"]:
         """Logits where the answers are predicted, in float32 at least."""
-        logits = self.logits(rows, self.read[rows])
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return _wide(self.logits(rows, self.read[rows]))
+
+    @torch.no_grad()
+    def reference(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row read d_vocab"]:
+        """The same of the original model, to be called with no edit in place.
+
+        Logits of all facts would fill the memory; what they are unembedded from does not.
+        """
+        return (
+            self.distribution(rows)
+            if self.normed is None
+            else _wide(hooks.unembed_normed(self.model, self.normed[rows]))
+        )
 
     def log_probs(
         self, logits: Float[Tensor, "row read d_vocab"], rows: Int[Tensor, " row"]
@@ -208,6 +226,7 @@ class _Run:
     retain: list[Tensor]
     accumulate: int
     floor: float | None
+    recompute: bool
 
     def __post_init__(self) -> None:
         self.history: list[dict[str, int | float]] = []
@@ -223,10 +242,7 @@ class _Run:
         parts = []
         for i in range(first, first + self.accumulate):
             with torch.set_grad_enabled(train):
-                loss, row = self._batch(self.forget[i], self.retain[i])
-            if train:
-                (loss / self.accumulate).backward()
-            parts.append(row)
+                parts.append(self._batch(self.forget[i], self.retain[i]))
         row = {key: sum(part[key] for part in parts) / len(parts) for key in parts[0]}
         original = row.pop("original")
         gradients = [leaf.values.grad for leaf in self.found if leaf.values.grad is not None]
@@ -238,21 +254,30 @@ class _Run:
         collapsed = self.floor is not None and row["retain_probability"] < self.floor * original
         return "collapsed" if collapsed else "finished"
 
-    def _batch(self, forget: Int[Tensor, " forget"], retain: Int[Tensor, " retain"]) -> tuple[Tensor, dict[str, float]]:
+    def _batch(self, forget: Int[Tensor, " forget"], retain: Int[Tensor, " retain"]) -> dict[str, float]:
+        """What is measured on a batch; its gradients are added, if they are on."""
         prompts, objective = self.prompts, self.objective
         others = forget + prompts.others if isinstance(objective, Preference) else forget[:0]
         rows = torch.cat([forget, others, retain])
         n = len(rows) - len(retain)
-        with edited(self.found), hooks.capture(prompts.model, prompts.sites) as states:
+        reference = prompts.reference(retain) if objective.retain == "kl" and len(retain) else None
+        # The gradient is taken in there too: what is computed again for it must be what was computed before.
+        with (
+            edited(self.found),
+            hooks.capture(prompts.model, prompts.sites) as states,
+            recomputed(prompts.model) if self.recompute else nullcontext(),
+        ):
             logits = prompts.distribution(rows)
-        log_probs = prompts.log_probs(logits, rows)
-        forget_term = self._forget(log_probs[:n], {k: v[:n] for k, v in states.items()}, forget, others).mean()
-        losses = nll(log_probs[n:], prompts.mask[retain], "mean")
-        held = self._retain(logits[n:], {k: v[n:] for k, v in states.items()}, retain, losses)
-        retain_term = held.mean() if len(retain) else held.sum()
-        loss = objective.forget_weight * forget_term + objective.retain_weight * retain_term
+            log_probs = prompts.log_probs(logits, rows)
+            forget_term = self._forget(log_probs[:n], {k: v[:n] for k, v in states.items()}, forget, others).mean()
+            losses = nll(log_probs[n:], prompts.mask[retain], "mean")
+            held = self._retain(logits[n:], {k: v[n:] for k, v in states.items()}, retain, losses, reference)
+            retain_term = held.mean() if len(retain) else held.sum()
+            loss = objective.forget_weight * forget_term + objective.retain_weight * retain_term
+            if torch.is_grad_enabled():
+                (loss / self.accumulate).backward()
         original = nll(prompts.original[retain], prompts.mask[retain], "mean")
-        return loss, {
+        return {
             "loss": float(loss.detach()),
             "forget": float(forget_term.detach()),
             "retain": float(retain_term.detach()),
@@ -271,14 +296,12 @@ class _Run:
         return self.objective.forget(*answers)
 
     def _retain(
-        self, logits: Tensor, states: dict[str, Tensor], rows: Tensor, losses: Tensor
+        self, logits: Tensor, states: dict[str, Tensor], rows: Tensor, losses: Tensor, reference: Tensor | None
     ) -> Float[Tensor, " fact"]:
-        """The retain term of each fact; `losses` is their negative log-likelihood."""
+        """The retain term of each fact; `losses` is their negative log-likelihood, `reference` the original logits."""
         if self.objective.retain == "nll" or not len(rows):
             return losses
-        if self.objective.retain == "kl":
-            with torch.no_grad():  # computed anew for each batch: all of it would fill the memory
-                reference = self.prompts.distribution(rows)
+        if reference is not None:
             return kl(reference, logits, self.prompts.mask[rows], "mean")
         texts = self.prompts.texts(states, rows)
         gaps = [squared_distance(x, texts.original[name]) / x.shape[-1] for name, x in texts.states.items()]
@@ -286,7 +309,7 @@ class _Run:
 
 
 def _prompts(
-    model: Any, split: Any, objective: Any, forget: list[Tensor], retain: list[Tensor], layer: int | None
+    model: Any, split: Any, objective: Any, forget: list[Tensor], retain: list[Tensor], found: Sequence[Leaf]
 ) -> _Prompts:
     """Encode the facts that the run will read, and measure the original model on them.
 
@@ -297,6 +320,7 @@ def _prompts(
     for batches, indices, offset in ((forget, used[0], 0), (retain, used[1], len(used[0]))):
         for n, batch in enumerate(batches):
             batches[n] = torch.searchsorted(torch.tensor(indices, dtype=torch.long), batch) + offset
+    layer = lowest_layer(model, found)
     others, sites = len(facts), _sites(model, objective, layer)
     if isinstance(objective, Preference):
         facts += _other_answers(model, objective, split, used[0])
@@ -305,13 +329,10 @@ def _prompts(
     read, targets = encoded.reads()
     kept = slice(None) if objective.retain == "states" else slice(len(used[0]))
     states = hooks.states(model, tokens[kept], attention_mask[kept], sites) if sites else {}
-    if layer is None or not model.fast:
-
-        def logits(rows: Tensor, positions: Tensor) -> Tensor:
-            full = model.logits(tokens[rows], attention_mask[rows])
-            return full.gather(1, positions[..., None].expand(-1, -1, full.shape[-1]))
-    else:
-        logits = hooks.prefix(model, tokens, attention_mask, layer).run
+    # No later token has a say in what is read.
+    width = tokens.shape[1] if sites else int(read.max()) + 1
+    logits = _reader(model, tokens[:, :width], attention_mask[:, :width], layer)
+    if layer is not None and model.fast:
         sites = tuple(site for site in sites if _layer(site) >= layer)
     compared = encoded.answer_mask if getattr(objective, "tokens", "") == "answer" else attention_mask
     prompts = _Prompts(
@@ -322,15 +343,43 @@ def _prompts(
         targets.answer,
         targets.mask,
         torch.empty(read.shape),
+        None,
         others,
         compared,
         sites,
         states,
     )
-    with torch.no_grad():
-        chunks = torch.arange(len(facts)).split(CHUNK)
-        original = torch.cat([prompts.log_probs(prompts.distribution(rows), rows) for rows in chunks])
-    return replace(prompts, original=original)
+    return _measured(prompts, found, keep=objective.retain == "kl" and model.fast)
+
+
+def _reader(
+    model: Any, tokens: Int[Tensor, "fact pos"], attention_mask: Bool[Tensor, "fact pos"], layer: int | None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Rows, positions → logits; from `layer` on if there is one and the model can be continued from there."""
+    if layer is not None and model.fast:
+        return hooks.prefix(model, tokens, attention_mask, layer).run
+
+    def logits(rows: Tensor, positions: Tensor) -> Tensor:
+        with hooks.read_only(model, positions):
+            return model.logits(tokens[rows], attention_mask[rows])
+
+    return logits
+
+
+@torch.no_grad()
+def _measured(prompts: _Prompts, found: Sequence[Leaf], *, keep: bool) -> _Prompts:
+    """With the original model's log-probabilities, and with what it unembeds if `keep`."""
+    original, normed = [], []
+    # By the path that steps take, so that nothing but the values can make a difference.
+    with edited(found), hooks.capture(prompts.model, ("unembed.hook_in",) if keep else ()) as seen:
+        for rows in torch.arange(len(prompts.facts)).split(CHUNK):
+            original.append(prompts.log_probs(prompts.distribution(rows), rows))
+            normed += list(seen.values())
+    return replace(prompts, original=torch.cat(original), normed=torch.cat(normed) if keep else None)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _sites(model: Any, objective: Any, layer: int | None) -> tuple[str, ...]:

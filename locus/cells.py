@@ -1,0 +1,185 @@
+"""Cells of a patching sweep: from TransformerLens' setters and indices to the rows of `locus.sweeps`."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_lens.utilities as tl_utilities
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from locus import hooks
+from locus.reads import positions_read
+from locus.resume import Partial
+from locus.sweeps import ablated, sweep
+
+Setter = Callable[[Tensor, Sequence[int], Any], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Cells to patch in the run on some tokens: the index of each, whose first entry is its layer."""
+
+    model: Any
+    tokens: Int[Tensor, "batch pos"]
+    attention_mask: Bool[Tensor, "batch pos"] | None
+    activation_name: str
+    cells: list[list[int]]
+    window: int
+    max_tokens: int
+
+    def layers(self, cell: int) -> range:
+        """The layers that a cell patches."""
+        layer = self.cells[cell][0]
+        return range(max(0, layer - self.window // 2), min(self.model.bridge.cfg.n_layers, layer - (-self.window // 2)))
+
+    def name(self, layer: int) -> str:
+        return tl_utilities.get_act_name(self.activation_name, layer=layer)
+
+    def run(
+        self,
+        clean_cache: Any,
+        setter: Setter,
+        evaluate: Callable[[Tensor], Tensor],
+        seed: int,
+        known: bool,
+        resume: str | Path | None,
+        progress: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The metrics of every cell, and those of the run itself."""
+        layers = sorted({layer for cell in range(len(self.cells)) for layer in self.layers(cell)})
+        names = [self.name(layer) for layer in layers]
+        sites = [] if self.activation_name == "resid_pre" else names
+        recorded, logits = hooks.trace_and_logits(self.model, self.tokens, self.attention_mask, sites)
+        clean = _source(recorded, clean_cache, names, self.attention_mask, seed)
+        if known:
+            _check_length(clean[names[0]], self.tokens, self.activation_name)
+        with torch.no_grad():
+            base = evaluate(logits)
+        values = torch.zeros(len(base), len(self.cells), *base.shape[1:], dtype=base.dtype, device=base.device)
+        key = (logits, base, *(clean[name] for name in names if resume), self.cells, self.activation_name)
+        kept = Partial(resume, values, (*key, self.window, self.max_tokens, str(seed)))
+        if self.model.fast:
+            self._sweep(recorded, clean, setter, evaluate, logits, kept, progress)
+        else:
+            _say_once(f"{self.model.name} cannot be continued from an inner layer: one whole forward pass a cell")
+            self._one_by_one(clean, setter, evaluate, kept, progress)
+        kept.save()
+        return kept.values, base
+
+    def _sweep(
+        self,
+        recorded: hooks.Trace,
+        clean: Any,
+        setter: Setter,
+        evaluate: Callable[[Tensor], Tensor],
+        logits: Float[Tensor, "batch pos d_vocab"],
+        kept: Partial,
+        progress: bool,
+    ) -> None:
+        if recorded.keys is None:
+            _say_once(f"{self.model.name} cannot leave out the positions before a patch: whole rows are computed")
+        read = positions_read(evaluate, logits)
+        seen = torch.full_like(logits, float("nan"))
+        batch = len(recorded)
+
+        def start(some: list[int]) -> hooks.Start:
+            edits = {
+                layer: self._edit(layer, some, clean[self.name(layer)], setter)
+                for layer in sorted({layer for c in some for layer in self.layers(c)})
+            }
+            first, *later = edits
+            rows = torch.arange(batch).repeat(len(some))
+            above = {layer: {self.name(layer): edits[layer]} for layer in later}
+            if self.activation_name == "resid_pre":
+                return hooks.Start(rows, enter=edits[first], later=above)
+            return hooks.Start(rows, edits={self.name(first): edits[first]}, later=above)
+
+        label = f"patching {self.activation_name}" if progress else None
+        firsts = [self.layers(cell)[0] for cell in range(len(self.cells))]
+        options: dict[str, Any] = {"max_tokens": self.max_tokens, "progress": label, "done": kept.done()}
+        for some, found in sweep(recorded, firsts, start, read.repeat(batch, 1), **options):
+            for cell, cell_logits in zip(some, found, strict=True):
+                seen[:, read] = cell_logits
+                kept.put(cell, evaluate(seen))
+
+    def _edit(self, layer: int, some: list[int], clean: Tensor, setter: Setter) -> hooks.Edit:
+        """An edit of the rows of several cells, in one of the layers that they patch."""
+
+        def edit(activation: Tensor) -> Tensor:
+            parts = zip(activation.clone().chunk(len(some)), some, strict=True)
+            return torch.cat(
+                [
+                    setter(part, [layer, *self.cells[c][1:]], clean) if layer in self.layers(c) else part
+                    for part, c in parts
+                ]
+            )
+
+        return edit
+
+    def _one_by_one(
+        self, clean: Any, setter: Setter, evaluate: Callable[[Tensor], Tensor], kept: Partial, progress: bool
+    ) -> None:
+        for cell in tqdm(range(len(self.cells)), disable=not progress, file=sys.stderr, leave=False):
+            names = {layer: self.name(layer) for layer in self.layers(cell)}
+            edits = [(name, self._edit(layer, [cell], clean[name], setter)) for layer, name in names.items()]
+            with torch.no_grad(), hooks.edits(self.model, edits):
+                kept.put(cell, evaluate(self.model.logits(self.tokens, self.attention_mask)))
+
+
+def _source(recorded: hooks.Trace, clean_cache: Any, names: list[str], attention_mask: Tensor | None, seed: int) -> Any:
+    """What is patched in, by hook name."""
+    if isinstance(clean_cache, Tensor):
+        with torch.no_grad(), hooks.capture(recorded.model, names) as found:
+            recorded.model.logits(clean_cache, attention_mask)
+        return found
+    if not isinstance(clean_cache, str):
+        return clean_cache
+    if clean_cache != "zero" and recorded.site(names[0]).shape[1] != recorded.inputs[0].shape[1]:
+        raise ValueError(f"{names[0]} can be set to 'zero' only: its activations are not by position")
+    batch, positions = recorded.inputs[0].shape[:2]
+    mask = torch.ones(batch, positions, dtype=torch.bool) if attention_mask is None else attention_mask
+    mask = mask.to(recorded.inputs[0].device)
+    return {name: ablated(recorded.site(name), mask, clean_cache, seed) for name in names}
+
+
+def masks(
+    positions: Sequence[Sequence[int]] | Bool[Tensor, "set batch pos"], tokens: Int[Tensor, "batch pos"]
+) -> Bool[Tensor, "set batch pos"]:
+    if isinstance(positions, Tensor):
+        return positions.to(tokens.device)
+    masks = torch.zeros(len(positions), *tokens.shape, dtype=torch.bool, device=tokens.device)
+    for mask, chosen in zip(masks, positions, strict=True):
+        mask[:, list(chosen)] = True
+    return masks
+
+
+def at_once(setter: Setter, sets: Bool[Tensor, "set batch pos"], axis: int) -> Setter:
+    """A setter whose index names a set of positions, from one whose index names a position."""
+
+    def set_all(activation: Tensor, index: Sequence[int], clean: Any) -> Tensor:
+        mask, new = sets[index[axis]], activation.clone()
+        for at in mask.any(0).nonzero().flatten().tolist():
+            new = setter(new, [*index[:axis], at, *index[axis + 1 :]], clean)
+        return torch.where(mask.reshape(*mask.shape, *[1] * (activation.ndim - 2)), new, activation)
+
+    return set_all
+
+
+def _check_length(clean: Tensor, tokens: Tensor, activation_name: str) -> None:
+    found = clean.shape[2 if activation_name in ("pattern", "attn_scores") else 1]
+    if found != tokens.shape[1]:
+        raise ValueError(
+            f"the clean cache is of {found} positions and the corrupted tokens have {tokens.shape[1]}; "
+            "patching needs prompts of the same length, token by token"
+        )
+
+
+@cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr)
