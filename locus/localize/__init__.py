@@ -11,11 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locus.components import Components
+from locus.localize.attention import AttentionKnockout, attention_curve
 from locus.localize.attribution import AttributionPatching
+from locus.localize.ensemble import MeanRank
 from locus.localize.interventions import ActivationPatching, Knockout, per_example
 from locus.localize.learned import HardConcrete, Slimming
+from locus.localize.lookup import FactLookup, Probing, fact_lookup, probe_curve
 from locus.localize.paths import EAP, PathPatching, localize_edges, path_patch
 from locus.localize.statistics import Activations, Random
+from locus.localize.tracing import CausalTracing, causal_trace
 from locus.localize.weights import (
     SNIP,
     WAGLE,
@@ -37,23 +41,32 @@ __all__ = [
     "WAGLE",
     "ActivationPatching",
     "Activations",
+    "AttentionKnockout",
     "AttributionPatching",
+    "CausalTracing",
+    "FactLookup",
     "Fisher",
     "GradientSaliency",
     "HardConcrete",
     "Knockout",
     "Magnitude",
+    "MeanRank",
     "MemFlex",
     "Method",
     "PathPatching",
+    "Probing",
     "Random",
     "Slimming",
     "Wanda",
+    "attention_curve",
+    "causal_trace",
+    "fact_lookup",
     "given",
     "localize",
     "localize_weights",
     "localize_edges",
     "path_patch",
+    "probe_curve",
 ]
 
 
@@ -72,8 +85,12 @@ METHODS: tuple[type, ...] = (
     ActivationPatching,
     AttributionPatching,
     Knockout,
+    CausalTracing,
+    AttentionKnockout,
     EAP,
     PathPatching,
+    FactLookup,
+    Probing,
     Activations,
     Random,
     Slimming,
@@ -85,6 +102,7 @@ METHODS: tuple[type, ...] = (
     MemFlex,
     Magnitude,
     Wanda,
+    MeanRank,
 )
 
 

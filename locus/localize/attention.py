@@ -13,7 +13,7 @@ from locus import hooks
 from locus.components import Components
 from locus.localize.interventions import targets
 from locus.metrics import probability
-from locus.patching import MAX_TOKENS, sweep
+from locus.sweeps import MAX_TOKENS, spread, sweep
 
 SOURCES = ("subject", "other", "last")
 
@@ -26,7 +26,7 @@ class AttentionKnockout:
     score blocks these edges in that head alone; the score of an attention block of layer l blocks them in all heads of
     the `window` layers [l - window/2, l + window/2]. In units of the metric.
 
-    Geva et al. 2023 (arXiv 2304.14767), §4; there m is the probability of the answer, and the score its relative change.
+    Geva et al. 2023 (arXiv 2304.14767), §4; there m is the probability of the answer.
 
     Attributes:
         source: "subject" (its tokens), "other" (all tokens but these and the position itself) or "last" (the position
@@ -64,7 +64,7 @@ class AttentionKnockout:
                 f"blocks.{layer}.attn.hook_attn_scores": _block([(heads[c], layer in places[c]) for c in some], blocked)
                 for layer in layers
             }
-            return hooks.Start(torch.arange(n).repeat(len(some)), edits=edits)
+            return spread(places[some[0]][0], torch.arange(n).repeat(len(some)), edits)
 
         label = f"attention knockout, {self.source}" if progress else None
         first = [layers[0] for layers in places]

@@ -17,7 +17,7 @@ from locus import hooks
 from locus.components import Components
 from locus.localize.interventions import targets
 from locus.metrics import probability
-from locus.patching import MAX_TOKENS, sweep
+from locus.sweeps import MAX_TOKENS, spread, sweep
 
 SITES = {"resid": "hook_resid_post", "mlp": "hook_mlp_out", "attn": "hook_attn_out"}
 
@@ -212,10 +212,7 @@ def _restored_some(
     with torch.no_grad(), hooks.capture(model, names) as states:
         whole = hooks.trace(model, pairs.clean, pairs.attention_mask)
         clean = metric(hooks.unembed(model, hooks.gather(whole.inputs[-1], read)), answers)
-    many = type(pairs)(
-        **{name: getattr(pairs, name).repeat_interleave(samples, 0) for name in _TENSORS},
-        facts=tuple(fact for fact in pairs.facts for _ in range(samples)),
-    )
+    many = pairs[torch.arange(n).repeat_interleave(samples)]
     with hooks.edits(model, [("hook_embed", lambda embedded: embedded + noise.flatten(0, 1))]):
         noised = hooks.trace(model, many.clean, many.attention_mask)
     answers, read = targets(many), many.read.to(model.device)
@@ -226,7 +223,7 @@ def _restored_some(
     def start(some: list[int]) -> hooks.Start:
         found = dict.fromkeys(name for c in some for name in cells[c].hooks)
         edits = {name: _put_back([cells[c] for c in some], name, states[name], samples) for name in found}
-        return hooks.Start(torch.arange(n * samples).repeat(len(some)), edits=edits)
+        return spread(layers[some[0]], torch.arange(n * samples).repeat(len(some)), edits)
 
     layers = [int(cell.hooks[0].split(".")[1]) for cell in cells]
     label = "causal tracing" if progress else None
@@ -236,12 +233,7 @@ def _restored_some(
     return clean, corrupted.reshape(n, samples).mean(1), restored
 
 
-_TENSORS = ("clean", "corrupted", "attention_mask", "read", "answer", "distractor", "read_mask", "subject")
-
-
-def _put_back(
-    cells: Sequence[_Cell], name: str, clean: Float[Tensor, "fact pos d_model"], samples: int
-) -> hooks.Edit:
+def _put_back(cells: Sequence[_Cell], name: str, clean: Float[Tensor, "fact pos d_model"], samples: int) -> hooks.Edit:
     def edit(activation: Tensor) -> Tensor:
         n = len(clean)
         facts = torch.arange(n, device=activation.device)
