@@ -59,6 +59,8 @@ from locus.models import wrap as wrap
 from locus.report import report as report
 from locus.scores import Scores as Scores
 from locus.study import compare as compare
+from locus.trust import Trust as Trust
+from locus.trust import trust as trust
 from locus.unlearn import DPO as DPO
 from locus.unlearn import NPO as NPO
 from locus.unlearn import RMU as RMU

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
+from locus import hooks
 from locus.components import Components
 from locus.localize.attention import AttentionKnockout, attention_curve
 from locus.localize.attribution import AttributionPatching
@@ -142,5 +143,7 @@ def localize(
             f"{type(method).__name__} does not score components of kind {min(unsupported)!r}; "
             f"it scores {', '.join(method.KINDS)}"
         )
-    values = method.score(model, pairs, chosen, per_example(metric), progress)
-    return Scores(values.detach().float().cpu(), chosen, method, getattr(metric, "__name__", str(metric)))
+    with hooks.passes(model, pairs.clean.shape[1]) as passes:
+        values = method.score(model, pairs, chosen, per_example(metric), progress)
+    name, facts = getattr(metric, "__name__", str(metric)), tuple(fact.prompt for fact in pairs.facts)
+    return Scores(values.detach().float().cpu(), chosen, method, name, facts, (passes.forward, passes.backward))
