@@ -114,6 +114,43 @@ def read_only(model: Any, read: Int[Tensor, "batch read"]) -> Iterator[None]:
         handle.remove()
 
 
+class Passes:
+    """Forward and backward passes counted by `passes`."""
+
+    def __init__(self) -> None:
+        self.forward = 0.0
+        self.backward = 0.0
+
+
+@contextmanager
+def passes(model: Any, positions: int) -> Iterator[Passes]:
+    """Within the block, counts passes through the model, in units of one prompt of so many tokens through all blocks.
+
+    Counted by tokens and blocks: a row that starts at layer l of L, or of which half of the tokens are computed, is
+    less than one. So a sweep and a loop over whole passes are counted by their work, whatever their batches.
+    """
+    found = Passes()
+    blocks = list(model.bridge.blocks)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        residual = output[0] if isinstance(output, tuple) else output
+        share = residual.shape[:-1].numel() / positions / len(blocks)
+        found.forward += share
+        if residual.requires_grad:
+
+            def back(gradient: Tensor) -> None:
+                found.backward += share
+
+            residual.register_hook(back)
+
+    handles = [block.register_forward_hook(hook) for block in blocks]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass(frozen=True, eq=False)
 class Start:
     """Rows that begin at one layer of a sweep.

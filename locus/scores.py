@@ -43,6 +43,7 @@ class Scores:
     method: the frozen method object that made them (provenance), `RecordedMethod` after loading
     metric: name of the metric whose units these are
     facts: labels of the rows, or empty
+    passes: forward and backward passes of one prompt that it took to make them, see `hooks.passes`; None if unknown
     """
 
     values: Float[Tensor, "fact component"]
@@ -50,6 +51,7 @@ class Scores:
     method: object
     metric: str
     facts: tuple[str, ...] = ()
+    passes: tuple[float, float] | None = None
 
     def __post_init__(self):
         values = self.values
@@ -170,6 +172,7 @@ class Scores:
             "method": method_record(self.method),
             "metric": self.metric,
             "facts": list(self.facts),
+            "passes": self.passes,
             **components_record(self.components),
         }
         return write_tensors(
@@ -187,6 +190,7 @@ class Scores:
             recorded_method(record),
             record["metric"],
             tuple(record["facts"]),
+            None if record.get("passes") is None else tuple(record["passes"]),
         )
 
 
@@ -205,7 +209,11 @@ def agreement(a: Scores, b: Scores, *, fraction: float = 0.05) -> Agreement:
     require_same(a.components, b.components, "agreement")
     if not 0 < fraction <= 1:
         raise ValueError(f"agreement got fraction={fraction!r}; expected a number in (0, 1].")
-    x, y = a.mean().double().numpy(), b.mean().double().numpy()
+    return agreement_of(a.mean().double().numpy(), b.mean().double().numpy(), fraction)
+
+
+def agreement_of(x: Float[np.ndarray, " component"], y: Float[np.ndarray, " component"], fraction: float) -> Agreement:
+    """`agreement` of two arrays."""
     k = max(1, round(fraction * len(x)))
     top_x = set(np.argsort(-x, kind="stable")[:k].tolist())
     top_y = set(np.argsort(-y, kind="stable")[:k].tolist())

@@ -79,6 +79,14 @@ def sweep(
             bar.update(int(work[cells].sum()))
 
 
+def spread(layer: int, rows: Int[Tensor, " row"], edits: dict[str, hooks.Edit]) -> hooks.Start:
+    """Rows that begin at a layer, with edits there and in later layers, each named by its hook."""
+    later: dict[int, dict[str, hooks.Edit]] = {}
+    for name, edit in edits.items():
+        later.setdefault(int(name.split(".")[1]), {})[name] = edit
+    return hooks.Start(rows, later.pop(layer, {}), later=later)
+
+
 def ablated(
     activation: Float[Tensor, "batch pos *rest"], attention_mask: Bool[Tensor, "batch pos"], how: str, seed: int = 0
 ) -> Float[Tensor, "batch pos *rest"]:

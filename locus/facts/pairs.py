@@ -34,8 +34,10 @@ class ContrastPairs:
     def __len__(self) -> int:
         return len(self.facts)
 
-    def __getitem__(self, rows: slice) -> "ContrastPairs":
-        return ContrastPairs(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+    def __getitem__(self, rows: slice | Int[Tensor, " row"]) -> "ContrastPairs":
+        facts = self.facts[rows] if isinstance(rows, slice) else tuple(self.facts[i] for i in rows.tolist())
+        tensors = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "facts"}
+        return ContrastPairs(**tensors, facts=facts)
 
 
 def contrast_pairs(

@@ -10,14 +10,19 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
+from locus import hooks
 from locus.components import Components
 from locus.localize.atp_star import AtPStar
+from locus.localize.attention import AttentionKnockout, attention_curve
 from locus.localize.attribution import AttributionPatching
+from locus.localize.ensemble import MeanRank
 from locus.localize.integrated import IntegratedGradients, KnowledgeNeurons
 from locus.localize.interventions import ActivationPatching, Knockout, per_example
 from locus.localize.learned import HardConcrete, Slimming
+from locus.localize.lookup import FactLookup, Probing, fact_lookup, probe_curve
 from locus.localize.paths import EAP, PathPatching, localize_edges, path_patch
 from locus.localize.statistics import Activations, Random
+from locus.localize.tracing import CausalTracing, causal_trace
 from locus.localize.weights import (
     SNIP,
     WAGLE,
@@ -40,7 +45,10 @@ __all__ = [
     "ActivationPatching",
     "Activations",
     "AtPStar",
+    "AttentionKnockout",
     "AttributionPatching",
+    "CausalTracing",
+    "FactLookup",
     "Fisher",
     "GradientSaliency",
     "HardConcrete",
@@ -48,17 +56,23 @@ __all__ = [
     "Knockout",
     "KnowledgeNeurons",
     "Magnitude",
+    "MeanRank",
     "MemFlex",
     "Method",
     "PathPatching",
+    "Probing",
     "Random",
     "Slimming",
     "Wanda",
+    "attention_curve",
+    "causal_trace",
+    "fact_lookup",
     "given",
     "localize",
     "localize_weights",
     "localize_edges",
     "path_patch",
+    "probe_curve",
 ]
 
 
@@ -80,8 +94,12 @@ METHODS: tuple[type, ...] = (
     IntegratedGradients,
     KnowledgeNeurons,
     Knockout,
+    CausalTracing,
+    AttentionKnockout,
     EAP,
     PathPatching,
+    FactLookup,
+    Probing,
     Activations,
     Random,
     Slimming,
@@ -93,6 +111,7 @@ METHODS: tuple[type, ...] = (
     MemFlex,
     Magnitude,
     Wanda,
+    MeanRank,
 )
 
 
@@ -132,5 +151,7 @@ def localize(
             f"{type(method).__name__} does not score components of kind {min(unsupported)!r}; "
             f"it scores {', '.join(method.KINDS)}"
         )
-    values = method.score(model, pairs, chosen, per_example(metric), progress)
-    return Scores(values.detach().float().cpu(), chosen, method, getattr(metric, "__name__", str(metric)))
+    with hooks.passes(model, pairs.clean.shape[1]) as passes:
+        values = method.score(model, pairs, chosen, per_example(metric), progress)
+    name, facts = getattr(metric, "__name__", str(metric)), tuple(fact.prompt for fact in pairs.facts)
+    return Scores(values.detach().float().cpu(), chosen, method, name, facts, (passes.forward, passes.backward))

@@ -141,7 +141,7 @@ def intervene(
 
     def start(some: list[int]) -> hooks.Start:
         edits = {
-            name: _replace(
+            name: replace_parts(
                 [components[c] for c in some], [name in hook_names(components[c]) for c in some], replacement[name], n
             )
             for name in dict.fromkeys(name for c in some for name in hook_names(components[c]))
@@ -155,7 +155,7 @@ def intervene(
     return change
 
 
-def _replace(components: list[Component], applies: list[bool], replacement: Tensor, n: int) -> hooks.Edit:
+def replace_parts(components: list[Component], applies: list[bool], replacement: Tensor, n: int) -> hooks.Edit:
     """An edit of the rows of several components, n rows each: each gets its own component's part replaced."""
 
     def edit(activation: Tensor) -> Tensor:
