@@ -4,6 +4,7 @@ import transformer_lens.patching as tl
 from helpers import ARCHITECTURES, contrast_pairs, tokenizer
 
 from locus import hooks, patching
+from locus.checked import packs
 from locus.models import wrap
 from locus.reads import positions_read
 from locus.sweeps import ablated
@@ -342,11 +343,11 @@ def test_whole_rows_are_computed_and_it_is_said_where_nothing_can_be_left_out(ll
 
 
 def test_a_model_that_looks_ahead_is_found_out(llama, tokens):
-    assert llama.fast and llama.packed and hooks.packs(llama, tokens)
+    assert llama.fast and llama.packed and packs(llama, tokens)
     point = llama.bridge.hook_dict["blocks.1.hook_out"]
     handle = point.register_forward_hook(lambda module, args, x: x + x.mean(1, keepdim=True))
     try:
-        assert not hooks.packs(llama, tokens)
+        assert not packs(llama, tokens)
     finally:
         handle.remove()
 
