@@ -9,23 +9,6 @@ from locus.models import wrap
 from locus.reads import positions_read
 from locus.sweeps import ablated
 
-SWEEPS = [
-    "resid_pre",
-    "resid_mid",
-    "attn_out",
-    "mlp_out",
-    "attn_head_out_by_pos",
-    "attn_head_q_by_pos",
-    "attn_head_k_by_pos",
-    "attn_head_v_by_pos",
-    "attn_head_pattern_by_pos",
-    "attn_head_out_all_pos",
-    "attn_head_q_all_pos",
-    "attn_head_k_all_pos",
-    "attn_head_v_all_pos",
-    "attn_head_pattern_all_pos",
-]
-
 
 def pair(n=2, pos=5):
     generator = torch.Generator().manual_seed(3)
@@ -40,13 +23,10 @@ def every_position(logits):
     return logits.log_softmax(-1)[:, :, 7].sum()
 
 
-# All sweeps with grouped and with fused queries; on the others those that the two `every` are made of.
+# The two `every` are seven sweeps by position and at all positions; with grouped and with fused queries, all of them.
 EVERY = ["block_every", "attn_head_all_pos_every"]
-CASES = [
-    (name, sweep)
-    for name in ARCHITECTURES
-    for sweep in ([*SWEEPS, "attn_head_by_pos_every"] if name in ("llama", "gpt2") else EVERY)
-]
+REST = ["resid_mid", "attn_head_by_pos_every", "attn_head_pattern_dest_src_pos"]
+CASES = [(name, sweep) for name in ARCHITECTURES for sweep in EVERY + (REST if name in ("llama", "gpt2") else [])]
 
 
 @pytest.fixture
@@ -59,7 +39,7 @@ def float64_results():
 
 @pytest.mark.parametrize(("any_model", "sweep"), CASES, indirect=["any_model"])
 def test_equals_transformer_lens(any_model, sweep, float64_results):
-    clean, corrupted = pair()
+    clean, corrupted = pair(pos=3 if "dest_src" in sweep else 5)
     with torch.no_grad():
         _, cache = any_model.bridge.run_with_cache(clean)
         name = f"get_act_patch_{sweep}"
@@ -112,10 +92,10 @@ def test_padded_pairs_equal_transformer_lens(any_model, side, float64_results):
         return (read[:, 5] - read[:, 6]).mean()
 
     with torch.no_grad():
-        names = [f"blocks.{k}.{n}" for k in range(3) for n in ("hook_resid_pre", "attn.hook_v", "hook_mlp_out")]
+        names = [f"blocks.{k}.{n}" for k in range(3) for n in ("hook_resid_pre", "attn.hook_v")]
         with hooks.capture(any_model, names) as cache:
             any_model.logits(clean, mask)
-        for sweep in ("resid_pre", "attn_head_v_all_pos", "mlp_out"):
+        for sweep in ("resid_pre", "attn_head_v_all_pos"):
             name = f"get_act_patch_{sweep}"
             theirs = getattr(tl, name)(Padded(any_model, mask), corrupted, cache, metric)
             options = {"attention_mask": mask, "progress": False}
