@@ -426,10 +426,10 @@ def prefix(
 
     `layer` 0 is the output of the embeddings; `n_layers` is the input of the final norm.
     """
-    recorded = trace(model, tokens, attention_mask)
+    recorded, _ = record(model, tokens, attention_mask)
     # The other layers' inputs are given back; a view of one zero holds their shape.
     kept = tuple(x if i == layer else x.new_zeros(()).expand_as(x) for i, x in enumerate(recorded.inputs))
-    return Prefix(replace(recorded, inputs=kept, keys=None), layer)
+    return Prefix(replace(recorded, inputs=kept), layer)
 
 
 def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:

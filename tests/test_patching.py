@@ -186,6 +186,7 @@ def test_padded_batch_equals_its_prompts_alone(any_model, side):
 
 def test_nothing_and_everything(any_model):
     clean, corrupted = pair()
+    assert any_model.fast and any_model.packed  # else the other tests would be about the slow paths
     with torch.no_grad():
         _, same = any_model.bridge.run_with_cache(corrupted)
         _, cache = any_model.bridge.run_with_cache(clean)
@@ -232,6 +233,15 @@ def test_options_of_transformer_lens(llama):
     assert several.values.shape == (2, 3, 5, 2) and several.baseline.shape == (2, 2)
     assert torch.allclose(several["one"].mean(), full)
     assert torch.allclose(several["one"].effect(), -several["two"].effect())
+    arguments = (corrupted, cache, {"one": per_example, "two": per_example})
+    options = {"reduce": "none", "baseline": True}
+    with torch.no_grad():
+        theirs = tl.get_act_patch_attn_head_all_pos_every(llama.bridge, *arguments, **options)
+    ours = patching.get_act_patch_attn_head_all_pos_every(llama, *arguments, **options, progress=False)
+    for name in ("axis_names", "metric_names", "reduced", "has_metric_axis", "patch_type_names"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.index_df.equals(theirs.index_df) and ours.values.shape == theirs.values.shape
+    assert (ours.values - theirs.values).abs().max() < 1e-6 and (ours.baseline - theirs.baseline).abs().max() < 1e-6
     bridge_too = patching.get_act_patch_resid_pre(llama.bridge, corrupted, cache, last_difference, progress=False)
     assert torch.allclose(bridge_too, full)
 
