@@ -55,7 +55,7 @@ class Cells:
         layers = sorted({layer for cell in range(len(self.cells)) for layer in self.layers(cell)})
         names = [self.name(layer) for layer in layers]
         sites = [] if self.activation_name == "resid_pre" else names
-        recorded, logits = hooks.trace_and_logits(self.model, self.tokens, self.attention_mask, sites)
+        recorded, logits = hooks.record(self.model, self.tokens, self.attention_mask, sites, keys=self.model.packed)
         clean = _source(recorded, clean_cache, names, self.attention_mask, seed)
         if known:
             _check_length(clean[names[0]], self.tokens, self.activation_name)
