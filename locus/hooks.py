@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from locus.arguments import finite, last_positions, select
-from locus.packing import UNPACKED, Keys, Packing, Spans, positions_second, share
+from locus.packing import UNPACKED, Keys, Packing, Spans, acts_in, positions_second, share
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -120,20 +120,15 @@ class Start:
 
     Attributes:
         rows: Int[" row"], the batch row of the trace that each one is a copy of.
-        edits: hook inside this layer → function of the activations of these rows, [row, pos, …].
+        edits: hook inside this layer or a later one → function of the activations of these rows, [row, pos, …].
         enter: function of the residual stream with which these rows enter the layer.
-        later: layer above → its edits of these rows, like `edits`.
         first: Int[" row"], the first position at which each row is changed, if known (`Trace.first_changes`).
     """
 
     rows: Int[Tensor, " row"]
     edits: dict[str, Edit] = field(default_factory=dict)
     enter: Edit | None = None
-    later: dict[int, dict[str, Edit]] = field(default_factory=dict)
     first: Int[Tensor, " row"] | None = None
-
-    def all_edits(self) -> list[tuple[str, Edit]]:
-        return [pair for edits in (self.edits, *self.later.values()) for pair in edits.items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,15 +192,13 @@ class Trace:
         if self.keys is None:
             return torch.zeros_like(rows)
         pairs = [("hook_resid_pre", self.inputs[layer], start.enter)] if start.enter else []
-        for name, edit in start.all_edits():
-            pairs.append((name, self.site(name), edit))
+        pairs += [(name, self.site(name), edit) for name, edit in start.edits.items()]
         positions = self.inputs[0].shape[1]
         changed = torch.zeros(len(rows), positions, dtype=torch.bool, device=rows.device)
         for name, base, edit in pairs:
             before = base.index_select(0, rows)
             changed |= positions_second(name, edit(before) != before).flatten(2).any(-1)
-        at = torch.arange(positions, device=rows.device)
-        return torch.where(changed, at, positions).amin(-1)
+        return torch.where(changed, torch.arange(positions, device=rows.device), positions).amin(-1)
 
     def grow(self, starts: dict[int, Start], read: Int[Tensor, "batch read"]) -> Float[Tensor, "row read d_vocab"]:
         """A whole sweep in one pass: rows join the batch at the layer at which they are changed.
@@ -224,7 +217,7 @@ class Trace:
         starts = {layer: starts[layer] for layer in sorted(starts)}
         rows = torch.cat([start.rows for start in starts.values()]).to(self.inputs[0].device)
         read = read.to(rows.device)[rows]
-        if self.keys is None or any(name.endswith(UNPACKED) for s in starts.values() for name, _ in s.all_edits()):
+        if self.keys is None or any(name.endswith(UNPACKED) for s in starts.values() for name in s.edits):
             return gather(self._grown_whole(starts), read)
         first = torch.cat(
             [self.first_changes(k, s) if s.first is None else s.first.to(rows.device) for k, s in starts.items()]
@@ -266,7 +259,7 @@ class Trace:
         every, packing = packing, packing.select(slice(0, 0))
         residual = self.inputs[0].flatten(0, 1)[None, :0]
         spans, done = Spans(), 0
-        drops = not any(start.later for start in starts.values())
+        drops = all(acts_in(layer, name) for layer, start in starts.items() for name in start.edits)
         for layer in range(min(starts), len(self.calls)):
             changed = packing.first < positions
             if drops and not bool(changed.all()):  # other rows take part in their own layer only, for the edits' sake

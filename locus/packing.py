@@ -21,6 +21,11 @@ UNPACKED = ("attn.hook_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hoo
 Edit = Callable[[Tensor], Tensor]
 
 
+def acts_in(layer: int, name: str) -> bool:
+    """Whether a hook is inside a layer."""
+    return name.startswith(f"blocks.{layer}.")
+
+
 def positions_second(name: str, activation: Tensor) -> Tensor:
     """An activation as [batch, pos, …], whatever its hook has; the same again turns it back."""
     return activation.transpose(1, 2) if activation.ndim == 4 and name.endswith(HEADS_FIRST) else activation
@@ -136,11 +141,9 @@ class Spans:
 
     def edits(self, layer: int, start: Any, rows: int) -> list[tuple[str, slice, Edit]]:
         """The edits in one layer, and the rows that each is of; the last of `rows` have just begun with `start`."""
-        found = [(name, span, edit) for s, span in self.begun for name, edit in s.later.get(layer, {}).items()]
         if start is not None:
             self.begun.append((start, slice(rows - len(start.rows), rows)))
-            found += [(name, self.begun[-1][1], edit) for name, edit in start.edits.items()]
-        return found
+        return [(name, span, e) for s, span in self.begun for name, e in s.edits.items() if acts_in(layer, name)]
 
 
 def share(span: slice, rows: int, edit: Edit) -> Edit:

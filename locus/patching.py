@@ -32,7 +32,6 @@ from locus import hooks
 from locus.cells import Cells, Setter, at_once, masks
 from locus.checked import continues, packs
 from locus.sweeps import MAX_TOKENS
-from locus.sweeps import sweep as sweep  # its home was here
 
 Metric = Callable[[Tensor], Any]
 
