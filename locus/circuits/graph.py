@@ -97,8 +97,8 @@ def node_link(scores: EdgeScores) -> dict[str, Any]:
 def _depth(name: str, component: Component | None) -> tuple[float, int, int]:
     """Where a node stands from the bottom: layer, then key/value groups, heads, MLP."""
     if component is None:
-        return (-1, 0, 0) if name == EMBED else (float("inf"), 0, 0)
-    return component.layer, ("kv", "head", "mlp").index(component.kind), component.index or 0
+        return (-1.0, 0, 0) if name == EMBED else (float("inf"), 0, 0)
+    return float(component.layer), ("kv", "head", "mlp").index(component.kind), component.index or 0
 
 
 def save_circuit(scores: EdgeScores, path: str | Path) -> Path:
