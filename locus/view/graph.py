@@ -81,8 +81,9 @@ def circuit(
     )
     boxes = chart_of(points).encode(x=x, y=y, tooltip=["name:N"])
     gray = pd.DataFrame([(*place[a], *place[b]) for a, b in ties], columns=["x", "y", "x2", "y2"])
+    dashed = chart_of(gray).mark_rule(color="#b8b8b8", strokeDash=[2, 2]).encode(x=x, y=y, x2="x2:Q", y2="y2:Q")
     chart = alt.layer(
-        chart_of(gray).mark_rule(color="#b8b8b8", strokeDash=[2, 2]).encode(x=x, y=y, x2="x2:Q", y2="y2:Q"),
+        *([dashed] if ties else []),
         strokes,
         boxes.mark_point(shape=BOX, size=1500, filled=True, fill="#ffffff", stroke="#5f6368", opacity=1),
         boxes.mark_text(fontSize=10, color="#1c1c1e").encode(text="name:N"),
