@@ -17,7 +17,6 @@ import resource
 import statistics
 import time
 
-import pandas as pd
 import torch
 import transformer_lens.patching as theirs
 
@@ -82,23 +81,16 @@ def compare(model, sweep, kind, pairs, tokens, repeats, sample):
         took, expected = timed(other.func, model.bridge, corrupted, cache, metric, **keywords, index_df=some)
         seconds[1].append(took * len(frame) / len(some))
     ratios = [b / a for a, b in zip(*seconds, strict=True)]
-    row = {
-        "sweep": sweep,
-        "tokens": tokens,
-        "pairs": pairs,
-        "prompts": kind,
-        "cells": len(frame),
-        "locus s": statistics.median(seconds[0]),
-        "TransformerLens s": statistics.median(seconds[1]),
-        "its cells": len(some),
-        "ratio": statistics.median(ratios),
-        "from": min(ratios),
-        "to": max(ratios),
-        "difference": float((result.flatten()[some.index.to_list()] - expected).abs().max()),
-    }
+    our, their = map(statistics.median, seconds)
+    line = (
+        f"{sweep}, {tokens} tokens, {pairs} pair{'s' * (pairs > 1)}, {kind}   locus {our:6.2f} s   "
+        f"TransformerLens {their:7.2f} s   ratio {statistics.median(ratios):5.1f} ({min(ratios):.1f} to "
+        f"{max(ratios):.1f})   {len(some)} of {len(frame)} cells of TransformerLens, largest difference "
+        f"{float((result.flatten()[some.index.to_list()] - expected).abs().max()):.1e}"
+    )
     if sweep == "resid_pre":
-        row["times the floor"] = row["locus s"] * rate() / floor(model, frame.to_numpy().tolist(), clean, corrupted)
-    return row
+        line += f", {our * rate() / floor(model, frame.to_numpy().tolist(), clean, corrupted):.1f} times the floor"
+    return line
 
 
 def main() -> None:
@@ -117,8 +109,7 @@ def main() -> None:
             for pairs in options.pairs:
                 for kind in options.prompts:
                     if sweep in options.sweeps:
-                        row = compare(model, sweep, kind, pairs, tokens, options.repeats, options.sample)
-                        print(pd.DataFrame([row]).to_string(index=False, float_format="%.3g"), flush=True)
+                        print(compare(model, sweep, kind, pairs, tokens, options.repeats, options.sample), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"{model.name}, {torch.get_num_threads()} threads, {os.cpu_count()} cores, {peak:.1f} GB at the peak")
 
