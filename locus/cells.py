@@ -55,7 +55,7 @@ class Cells:
         layers = sorted({layer for cell in range(len(self.cells)) for layer in self.layers(cell)})
         names = [self.name(layer) for layer in layers]
         sites = [] if self.activation_name == "resid_pre" else names
-        recorded, logits = hooks.trace_and_logits(self.model, self.tokens, self.attention_mask, sites)
+        recorded, logits = hooks.record(self.model, self.tokens, self.attention_mask, sites, keys=self.model.packed)
         clean = _source(recorded, clean_cache, names, self.attention_mask, seed)
         if known:
             _check_length(clean[names[0]], self.tokens, self.activation_name)
@@ -90,15 +90,11 @@ class Cells:
 
         def start(some: list[int]) -> hooks.Start:
             edits = {
-                layer: self._edit(layer, some, clean[self.name(layer)], setter)
+                self.name(layer): self._edit(layer, some, clean[self.name(layer)], setter)
                 for layer in sorted({layer for c in some for layer in self.layers(c)})
             }
-            first, *later = edits
-            rows = torch.arange(batch).repeat(len(some))
-            above = {layer: {self.name(layer): edits[layer]} for layer in later}
-            if self.activation_name == "resid_pre":
-                return hooks.Start(rows, enter=edits[first], later=above)
-            return hooks.Start(rows, edits={self.name(first): edits[first]}, later=above)
+            enter = edits.pop(next(iter(edits))) if self.activation_name == "resid_pre" else None
+            return hooks.Start(torch.arange(batch).repeat(len(some)), edits, enter)
 
         label = f"patching {self.activation_name}" if progress else None
         firsts = [self.layers(cell)[0] for cell in range(len(self.cells))]

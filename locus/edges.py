@@ -23,7 +23,7 @@ from torch import Tensor
 
 from locus import hooks
 from locus.components import Component, n_kv
-from locus.scores import method_record, read_tensors, recorded_method, write_tensors
+from locus.scores import checked_rows, method_record, read_tensors, recorded_method, write_tensors
 
 EMBED, LOGITS = "embed", "logits"
 
@@ -172,6 +172,20 @@ def precedes(sender: Component | None, receiver: Receiver, model: Any) -> bool:
     return same_layer and sequential and sender.kind == "head" and receiver.component.kind == "mlp"
 
 
+def readers(graph: Edges, receiver: Receiver) -> tuple[Component, ...]:
+    """The senders whose output depends on an input: the component itself, or all heads of a key/value group."""
+    component = receiver.component
+    if component is None:
+        return ()
+    if component.kind != "kv":
+        return (component,)
+    heads = sum(s is not None and s.kind == "head" and s.layer == component.layer for s in graph.senders)
+    groups = sum(r.input == "k" and r[0] is not None and r[0].layer == component.layer for r in graph.receivers)
+    share = heads // groups
+    assert component.index is not None
+    return tuple(Component(component.layer, "head", component.index * share + i) for i in range(share))
+
+
 def entrance(receiver: Receiver, n_layers: int) -> str:
     """The hook at which a receiver's input enters: attention's projection, the MLP's norm, or the final norm."""
     if receiver.component is None:
@@ -277,20 +291,7 @@ class EdgeScores:
     facts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        shape = tuple(self.values.shape)
-        if len(shape) != 2 or shape[1] != len(self.edges) or 0 in shape:
-            raise ValueError(f"EdgeScores got values of shape {shape}; expected [pair, {len(self.edges)}], none empty")
-        if self.facts and len(self.facts) != shape[0]:
-            raise ValueError(f"EdgeScores got {len(self.facts)} labels for {shape[0]} pairs; give one each, or none")
-        values = self.values.detach().cpu()
-        values = values if values.dtype in (torch.float32, torch.float64) else values.float()
-        if not (finite := torch.isfinite(values)).all():
-            row, column = (~finite).nonzero()[0].tolist()
-            raise ValueError(
-                f"EdgeScores got values that are not finite, the first for pair {row} and edge {self.edges[column]}; "
-                "leave such pairs out, or compute in float32"
-            )
-        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "values", checked_rows(self.values, self.edges, self.facts, "EdgeScores", "edge"))
 
     def mean(self) -> Float[Tensor, " edge"]:
         """Mean over the pairs."""

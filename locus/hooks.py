@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from locus.arguments import finite, last_positions, select
-from locus.packing import UNPACKED, Keys, Packing, positions_second
+from locus.packing import UNPACKED, Keys, Packing, Spans, acts_in, positions_second, share
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -157,20 +157,15 @@ class Start:
 
     Attributes:
         rows: Int[" row"], the batch row of the trace that each one is a copy of.
-        edits: hook inside this layer → function of the activations of these rows, [row, pos, …].
+        edits: hook inside this layer or a later one → function of the activations of these rows, [row, pos, …].
         enter: function of the residual stream with which these rows enter the layer.
-        later: layer above → its edits of these rows, like `edits`.
         first: Int[" row"], the first position at which each row is changed, if known (`Trace.first_changes`).
     """
 
     rows: Int[Tensor, " row"]
     edits: dict[str, Edit] = field(default_factory=dict)
     enter: Edit | None = None
-    later: dict[int, dict[str, Edit]] = field(default_factory=dict)
     first: Int[Tensor, " row"] | None = None
-
-    def all_edits(self) -> list[tuple[str, Edit]]:
-        return [pair for edits in (self.edits, *self.later.values()) for pair in edits.items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +176,7 @@ class Trace:
         model: the `HookedModel`.
         inputs: residual stream entering each block, and last the final norm: [layer + 1][batch, pos, d_model].
         calls: the other arguments of each block.
-        keys: of this run, where rows of `grow` compute only positions from their first change on (see `packs`).
+        keys: of this run, where rows of `grow` compute only positions from their first change on (see `checked.packs`).
         sites: activations of this run at other hooks, by name; filled when they are first asked for.
     """
 
@@ -234,15 +229,13 @@ class Trace:
         if self.keys is None:
             return torch.zeros_like(rows)
         pairs = [("hook_resid_pre", self.inputs[layer], start.enter)] if start.enter else []
-        for name, edit in start.all_edits():
-            pairs.append((name, self.site(name), edit))
+        pairs += [(name, self.site(name), edit) for name, edit in start.edits.items()]
         positions = self.inputs[0].shape[1]
         changed = torch.zeros(len(rows), positions, dtype=torch.bool, device=rows.device)
         for name, base, edit in pairs:
             before = base.index_select(0, rows)
             changed |= positions_second(name, edit(before) != before).flatten(2).any(-1)
-        at = torch.arange(positions, device=rows.device)
-        return torch.where(changed, at, positions).amin(-1)
+        return torch.where(changed, torch.arange(positions, device=rows.device), positions).amin(-1)
 
     def grow(self, starts: dict[int, Start], read: Int[Tensor, "batch read"]) -> Float[Tensor, "row read d_vocab"]:
         """A whole sweep in one pass: rows join the batch at the layer at which they are changed.
@@ -261,45 +254,49 @@ class Trace:
         starts = {layer: starts[layer] for layer in sorted(starts)}
         rows = torch.cat([start.rows for start in starts.values()]).to(self.inputs[0].device)
         read = read.to(rows.device)[rows]
-        if self.keys is None or any(name.endswith(UNPACKED) for s in starts.values() for name, _ in s.all_edits()):
+        if self.keys is None or any(name.endswith(UNPACKED) for s in starts.values() for name in s.edits):
             return gather(self._grown_whole(starts), read)
         first = torch.cat(
             [self.first_changes(k, s) if s.first is None else s.first.to(rows.device) for k, s in starts.items()]
         )
-        residual = self._grown_packed(starts, rows, first)
         lengths = self.inputs[0].shape[1] - first
         token = (lengths.cumsum(0) - lengths - first)[:, None] + read
         # Before its first change a row is the recorded run.
         found = gather(self.inputs[-1].index_select(0, rows), read)
         changed = read >= first[:, None]
-        found[changed] = residual[0, token[changed]]
+        wanted, where = token[changed].unique(return_inverse=True)
+        found[changed] = self._grown_packed(starts, rows, first, wanted)[0, where]
         return found
 
     def _grown_whole(self, starts: dict[int, Start]) -> Float[Tensor, "row pos d_model"]:
         """Rows of all positions; what `_grown_packed` must equal."""
         rows = torch.empty(0, dtype=torch.long, device=self.inputs[0].device)
         residual = self.inputs[0][:0]
-        spans = _Spans()
+        spans = Spans()
         for layer in range(min(starts), len(self.calls)):
             if start := starts.get(layer):
                 new = self.inputs[layer].index_select(0, start.rows.to(rows.device))
                 residual = torch.cat([residual, new if start.enter is None else start.enter(new)])
                 rows = torch.cat([rows, start.rows.to(rows.device)])
-            hooks = [(n, _share(span, len(rows), edit)) for n, span, edit in spans.edits(layer, start, len(rows))]
+            hooks = [(n, share(span, len(rows), edit)) for n, span, edit in spans.edits(layer, start, len(rows))]
             with edits(self.model, hooks):
                 residual = self.block(layer, residual, rows)
         return residual
 
     def _grown_packed(
-        self, starts: dict[int, Start], rows: Int[Tensor, " row"], first: Int[Tensor, " row"]
-    ) -> Float[Tensor, "1 token d_model"]:
-        """The positions from `first` on of each row, one row after the other."""
+        self,
+        starts: dict[int, Start],
+        rows: Int[Tensor, " row"],
+        first: Int[Tensor, " row"],
+        wanted: Int[Tensor, " some"],
+    ) -> Float[Tensor, "1 some d_model"]:
+        """Those wanted among the positions from `first` on of each row, one row after the other."""
         positions = self.inputs[0].shape[1]
         packing = Packing(rows, first, int(first.min()), positions)
         every, packing = packing, packing.select(slice(0, 0))
         residual = self.inputs[0].flatten(0, 1)[None, :0]
-        spans, done = _Spans(), 0
-        drops = not any(start.later for start in starts.values())
+        spans, done = Spans(), 0
+        drops = all(acts_in(layer, name) for layer, start in starts.items() for name in start.edits)
         for layer in range(min(starts), len(self.calls)):
             changed = packing.first < positions
             if drops and not bool(changed.all()):  # other rows take part in their own layer only, for the edits' sake
@@ -316,26 +313,60 @@ class Trace:
                 residual = torch.cat([residual, new[None]], dim=1)
             active = spans.edits(layer, start, len(packing.rows))
             hooks = [(name, packing.edit(name, self.site(name), span, edit)) for name, span, edit in active]
+            if layer == len(self.calls) - 1 and not hooks:
+                return self._block_packed(layer, residual, packing, wanted)
             with edits(self.model, hooks):
                 residual = self._block_packed(layer, residual, packing)
-        return residual
+        return residual[:, wanted]
 
     def _block_packed(
-        self, layer: int, residual: Float[Tensor, "1 token d_model"], packing: Packing
-    ) -> Float[Tensor, "1 token d_model"]:
+        self,
+        layer: int,
+        residual: Float[Tensor, "1 token d_model"],
+        packing: Packing,
+        wanted: Int[Tensor, " some"] | None = None,
+    ) -> Float[Tensor, "1 some d_model"]:
+        """A block on packed tokens, or on some of them: of the others there are then keys and values only."""
         if not residual.shape[1]:
             return residual
-        with _laid_out(self, layer, packing):
-            return self.block(layer, residual, packing.rows)
+        if wanted is None:
+            with _laid_out(self, layer, packing, packing.token, None):
+                return self.block(layer, residual, packing.rows)
+        every = self._enters_attention(layer, residual, packing.rows)
+        with _laid_out(self, layer, packing, packing.token[wanted], every):
+            return self.block(layer, residual[:, wanted], packing.rows)
+
+    def _enters_attention(self, layer: int, residual: Tensor, rows: Tensor) -> Tensor:
+        def stop(module: nn.Module, args: Any, output: Tensor) -> None:
+            raise _Entered(output)
+
+        handle = self.model.bridge.blocks[layer].attn.hook_in.register_forward_hook(stop)
+        try:
+            self.block(layer, residual, rows)
+        except _Entered as entered:
+            return entered.args[0]
+        finally:
+            handle.remove()
+        raise ValueError(f"{self.model.name}: block {layer} does not call its attention")
 
     def logits(self) -> Float[Tensor, "batch pos d_vocab"]:
         """Logits of the recorded pass itself."""
         return unembed(self.model, self.inputs[-1])
 
 
+class _Entered(Exception):
+    """Ends a block where its attention begins."""
+
+
 @contextmanager
-def _laid_out(recorded: Trace, layer: int, packing: Packing) -> Iterator[None]:
-    """Within the block, the attention of one layer takes and gives packed tokens."""
+def _laid_out(
+    recorded: Trace, layer: int, packing: Packing, queries: Int[Tensor, " some"], every: Tensor | None
+) -> Iterator[None]:
+    """Within the block, the attention of one layer takes and gives packed tokens.
+
+    queries: where the tokens that the block is given are among those laid out. every: the input of attention at all
+    tokens, if these are not all of them.
+    """
     attn = recorded.model.bridge.blocks[layer].attn
     laid_out = packing.positions - packing.start
     given: list[Tensor] = []
@@ -349,15 +380,22 @@ def _laid_out(recorded: Trace, layer: int, packing: Packing) -> Iterator[None]:
         given.append(output)
         return output[0, :1].expand(len(packing.rows), laid_out, -1)  # only its shape is read
 
+    def lay_out(at: Tensor) -> Callable[..., Tensor]:
+        return lambda _, args, output: packing.lay_out(output[0], at)
+
     handles = [
         attn.register_forward_pre_hook(arguments, with_kwargs=True),
         attn.hook_in.register_forward_hook(enter),
+        attn.q.register_forward_pre_hook(lambda _, args: (given[0], *args[1:])),
+        attn.q.original_component.register_forward_hook(lay_out(queries)),
     ]
-    for linear in (attn.q, attn.k, attn.v):
-        handles.append(linear.register_forward_pre_hook(lambda _, args: (given[0], *args[1:])))
-        handles.append(linear.original_component.register_forward_hook(lambda _, a, out: packing.lay_out(out[0])))
+    for linear in (attn.k, attn.v):
+        handles.append(
+            linear.register_forward_pre_hook(lambda _, args: (given[0] if every is None else every, *args[1:]))
+        )
+        handles.append(linear.original_component.register_forward_hook(lay_out(packing.token)))
     output = attn.o.original_component
-    handles.append(output.register_forward_pre_hook(lambda _, args: (packing.pack(args[0])[None], *args[1:])))
+    handles.append(output.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1)[None, queries], *args[1:])))
     try:
         yield
     finally:
@@ -365,66 +403,22 @@ def _laid_out(recorded: Trace, layer: int, packing: Packing) -> Iterator[None]:
             handle.remove()
 
 
-def packs(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
-    """Whether a causal change from the middle on gives the same logits when only changed positions are computed.
-
-    Not so where attention has no separate projections of queries, keys, values and output, or looks ahead.
-    """
-    recorded, _ = _record(model, tokens, None, (), keys=True)
-    if recorded.keys is None or any(not hasattr(block.attn, name) for block in model.bridge.blocks for name in "qkvo"):
-        return False
-    middle = tokens.shape[1] // 2
-    noise = torch.linspace(-1, 1, recorded.inputs[0][0, middle:].numel(), device=recorded.inputs[0].device)
-
-    def enter(residual: Tensor) -> Tensor:
-        residual = residual.clone()
-        residual[:, middle:] += noise.to(residual).reshape(residual[0, middle:].shape)
-        return residual
-
-    rows = torch.arange(len(tokens), device=noise.device)
-    start = {0: Start(rows, enter=enter)}
-    read = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-    with torch.no_grad():
-        whole = replace(recorded, keys=None).grow(start, read)
-        packed = recorded.grow(start, read)
-    return bool(((whole - packed).abs().max() <= 1e-3 * max(1.0, float(whole.abs().max()))).item())
-
-
 def trace(
+    model: Any, tokens: Int[Tensor, "batch pos"], attention_mask: Bool[Tensor, "batch pos"] | None = None
+) -> Trace:
+    """Run a batch once and record what is needed to continue it from any layer. Autograd is off."""
+    return record(model, tokens, attention_mask, keys=model.packed)[0]
+
+
+def record(
     model: Any,
     tokens: Int[Tensor, "batch pos"],
     attention_mask: Bool[Tensor, "batch pos"] | None = None,
-) -> Trace:
-    """Run a batch once and record what is needed to continue it from any layer. Autograd is off."""
-    return _record(model, tokens, attention_mask, (), keys=model.packed)[0]
-
-
-def continues(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
-    """Whether the run of a batch can be continued from its trace to the same logits."""
-    recorded, logits = _record(model, tokens, None, (), keys=False)
-    with torch.no_grad():
-        again = unembed(model, recorded.inputs[-1])
-    return bool(((again - logits).abs().max() <= 1e-3 * max(1.0, float(logits.abs().max()))).item())
-
-
-def trace_and_logits(
-    model: Any,
-    tokens: Int[Tensor, "batch pos"],
-    attention_mask: Bool[Tensor, "batch pos"] | None,
-    sites: Sequence[str],
-) -> tuple[Trace, Float[Tensor, "batch pos d_vocab"]]:
-    """`trace`, with the activations at some hooks, and the logits of the run."""
-    return _record(model, tokens, attention_mask, sites, keys=model.packed)
-
-
-def _record(
-    model: Any,
-    tokens: Int[Tensor, "batch pos"],
-    attention_mask: Bool[Tensor, "batch pos"] | None,
-    sites: Sequence[str],
+    sites: Sequence[str] = (),
     *,
-    keys: bool,
+    keys: bool = False,
 ) -> tuple[Trace, Float[Tensor, "batch pos d_vocab"]]:
+    """`trace`, with the activations at some hooks and, if `keys`, what packed rows need; and the logits of the run."""
     inputs: list[Tensor] = []
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -478,10 +472,10 @@ def prefix(
 
     `layer` 0 is the output of the embeddings; `n_layers` is the input of the final norm.
     """
-    recorded = trace(model, tokens, attention_mask)
+    recorded, _ = record(model, tokens, attention_mask)
     # The other layers' inputs are given back; a view of one zero holds their shape.
     kept = tuple(x if i == layer else x.new_zeros(()).expand_as(x) for i, x in enumerate(recorded.inputs))
-    return Prefix(replace(recorded, inputs=kept, keys=None), layer)
+    return Prefix(replace(recorded, inputs=kept), layer)
 
 
 def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
@@ -541,29 +535,3 @@ def finite_masks(model: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Spans:
-    """Which rows of a growing batch each start began with."""
-
-    def __init__(self) -> None:
-        self.begun: list[tuple[Start, slice]] = []
-
-    def edits(self, layer: int, start: Start | None, rows: int) -> list[tuple[str, slice, Edit]]:
-        """The edits in one layer, and the rows that each is of; the last of `rows` have just begun with `start`."""
-        found = [(name, span, edit) for s, span in self.begun for name, edit in s.later.get(layer, {}).items()]
-        if start is not None:
-            self.begun.append((start, slice(rows - len(start.rows), rows)))
-            found += [(name, self.begun[-1][1], edit) for name, edit in start.edits.items()]
-        return found
-
-
-def _share(span: slice, rows: int, edit: Edit) -> Edit:
-    """An edit of some rows. A router flattens batch and position into one axis, of which they have their share."""
-
-    def apply(activation: Tensor) -> Tensor:
-        unit = activation.shape[0] // rows
-        before, mine, after = activation.tensor_split([span.start * unit, span.stop * unit])
-        return torch.cat([before, edit(mine), after])
-
-    return apply

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from locus import hooks
+from locus.checked import continues, packs
 from locus.components import Components, components
 from locus.folder import new_directory
 
@@ -74,7 +75,7 @@ class HookedModel:
         fingerprint: first 12 hex digits of the SHA-256 of the weights as loaded; components and masks carry it.
         parity: largest difference of its logits from plain Hugging Face's, on a fixed batch.
         fast: whether the model can be continued from an inner layer (`hooks.Trace`), with the same logits.
-        packed: whether a sweep may leave out the positions before a change (`hooks.packs`).
+        packed: whether a sweep may leave out the positions before a change (`checked.packs`).
     """
 
     def __init__(self, bridge: Any, tokenizer: Any, name: str, weights: dict[str, nn.Parameter]) -> None:
@@ -320,8 +321,8 @@ def wrap(hf_model: Any, tokenizer: Any, name: str = "local") -> HookedModel:
             f"{name}: the wrapped model's logits differ from Hugging Face's by up to {model.parity:.2g}; "
             "its architecture is not supported correctly, so nothing measured on it could be trusted"
         )
-    model.fast = hooks.continues(model, tokens)
-    model.packed = model.fast and hooks.packs(model, tokens)
+    model.fast = continues(model, tokens)
+    model.packed = model.fast and packs(model, tokens)
     return model
 
 

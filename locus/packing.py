@@ -21,6 +21,11 @@ UNPACKED = ("attn.hook_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hoo
 Edit = Callable[[Tensor], Tensor]
 
 
+def acts_in(layer: int, name: str) -> bool:
+    """Whether a hook is inside a layer."""
+    return name.startswith(f"blocks.{layer}.")
+
+
 def positions_second(name: str, activation: Tensor) -> Tensor:
     """An activation as [batch, pos, …], whatever its hook has; the same again turns it back."""
     return activation.transpose(1, 2) if activation.ndim == 4 and name.endswith(HEADS_FIRST) else activation
@@ -34,6 +39,7 @@ class Packing:
         first: Int[" row"], the first position of each that is computed; `positions` for none.
         start: the first position that attention lays out, at most any of `first`.
         row, position: Int[" token"], of each packed token.
+        whole_token, token: where it is among the tokens of whole rows, and of rows as they are laid out.
     """
 
     def __init__(self, rows: Int[Tensor, " row"], first: Int[Tensor, " row"], start: int, positions: int) -> None:
@@ -52,10 +58,10 @@ class Packing:
         rows, first = torch.cat([self.rows, other.rows]), torch.cat([self.first, other.first])
         return Packing(rows, first, self.start, self.positions)
 
-    def lay_out(self, tokens: Float[Tensor, "token d"]) -> Float[Tensor, "row pos d"]:
-        """Rows from `start` on, 0 before each one's first."""
+    def lay_out(self, tokens: Float[Tensor, "some d"], at: Int[Tensor, " some"]) -> Float[Tensor, "row pos d"]:
+        """Rows from `start` on, 0 where no token is."""
         rows = tokens.new_zeros(len(self.rows), self.positions - self.start, tokens.shape[-1])
-        rows.flatten(0, 1).index_copy_(0, self.token, tokens)
+        rows.flatten(0, 1).index_copy_(0, at, tokens)
         return rows
 
     def pack(self, rows: Float[Tensor, "row pos *rest"]) -> Float[Tensor, "token *rest"]:
@@ -125,3 +131,27 @@ class _Prefixed:
         late = whole[:, :, self.packing.start :]
         torch.where(self.computed, new, late, out=late)
         return whole
+
+
+class Spans:
+    """Which rows of a growing batch each start began with."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Any, slice]] = []
+
+    def edits(self, layer: int, start: Any, rows: int) -> list[tuple[str, slice, Edit]]:
+        """The edits in one layer, and the rows that each is of; the last of `rows` have just begun with `start`."""
+        if start is not None:
+            self.begun.append((start, slice(rows - len(start.rows), rows)))
+        return [(name, span, e) for s, span in self.begun for name, e in s.edits.items() if acts_in(layer, name)]
+
+
+def share(span: slice, rows: int, edit: Edit) -> Edit:
+    """An edit of some rows. A router flattens batch and position into one axis, of which they have their share."""
+
+    def apply(activation: Tensor) -> Tensor:
+        unit = activation.shape[0] // rows
+        before, mine, after = activation.tensor_split([span.start * unit, span.stop * unit])
+        return torch.cat([before, edit(mine), after])
+
+    return apply

@@ -30,8 +30,8 @@ from transformer_lens.patching import PatchingResult
 
 from locus import hooks
 from locus.cells import Cells, Setter, at_once, masks
+from locus.checked import continues, packs
 from locus.sweeps import MAX_TOKENS
-from locus.sweeps import sweep as sweep  # its home was here
 
 Metric = Callable[[Tensor], Any]
 
@@ -80,7 +80,7 @@ def generic_activation_patch(
         ValueError: a metric has the wrong shape, `reduce` is unknown, or clean and corrupted run differ in length.
     """
     model = _hooked(model)
-    if any(module.training for module in model.bridge.modules()):
+    if model.bridge.original_model.training:
         raise ValueError(f"{model.name} is in training mode, in which a pass is random; call model.eval() first")
     corrupted_tokens = corrupted_tokens.to(model.bridge.cfg.device)
     has_metric_axis = isinstance(patching_metric, Mapping)
@@ -340,8 +340,8 @@ def _hooked(model: Any) -> Any:
         return model
     adopted = _Adopted(model)
     probe = torch.arange(16, device=model.cfg.device).reshape(2, 8)
-    fast = hooks.continues(adopted, probe)
-    return replace(adopted, fast=fast, packed=fast and hooks.packs(adopted, probe))
+    fast = continues(adopted, probe)
+    return replace(adopted, fast=fast, packed=fast and packs(adopted, probe))
 
 
 def _pos_axis(index_df: pd.DataFrame) -> int:

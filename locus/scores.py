@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,36 @@ class RecordedMethod:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.fields)})"
 
 
+def checked_rows(
+    values: Float[Tensor, "fact item"], items: Sequence, facts: tuple[str, ...], owner: str, item: str
+) -> Float[Tensor, "fact item"]:
+    """Scores on the CPU, in at least float32, if there is a finite one for each fact and item; `item` names the latter.
+
+    Raises:
+        ValueError: the shape is another, or a value is not finite.
+    """
+    shape = tuple(values.shape)
+    if len(shape) != 2 or shape[1] != len(items):
+        raise ValueError(
+            f"{owner} got values of shape {shape} for {len(items)} {item}s; expected [fact, {len(items)}]. For one "
+            f"score a{'n' * (item[0] in 'aeiou')} {item}, pass values[None, :]."
+        )
+    if 0 in shape:
+        raise ValueError(f"{owner} got values of shape {shape}; expected at least one fact and {item}.")
+    if facts and len(facts) != shape[0]:
+        raise ValueError(f"{owner} got {len(facts)} fact labels for {shape[0]} rows; give one label a row, or none.")
+    values = values.detach().to("cpu")
+    if values.dtype not in (torch.float32, torch.float64):
+        values = values.float()
+    if not (finite := torch.isfinite(values)).all():
+        row, column = (~finite).nonzero()[0].tolist()
+        raise ValueError(
+            f"{owner} got {int((~finite).sum())} values that are not finite, the first for fact {row} and {item} "
+            f"{items[column]}; leave such facts out, or compute in float32."
+        )
+    return values
+
+
 @dataclass(frozen=True, eq=False)
 class Scores:
     """Scores of components, one row a fact, in units of the metric.
@@ -54,29 +84,7 @@ class Scores:
     passes: tuple[float, float] | None = None
 
     def __post_init__(self):
-        values = self.values
-        if values.ndim != 2 or values.shape[1] != len(self.components):
-            raise ValueError(
-                f"Scores got values of shape {tuple(values.shape)} for {len(self.components)} components; "
-                f"expected [fact, {len(self.components)}]. For one score a component, pass values[None, :]."
-            )
-        if values.shape[0] == 0 or values.shape[1] == 0:
-            raise ValueError(
-                f"Scores got values of shape {tuple(values.shape)}; expected at least one fact and component."
-            )
-        if self.facts and len(self.facts) != values.shape[0]:
-            raise ValueError(
-                f"Scores got {len(self.facts)} fact labels for {values.shape[0]} rows; give one label a row, or none."
-            )
-        values = values.detach().to("cpu")
-        if values.dtype not in (torch.float32, torch.float64):
-            values = values.float()
-        if not (finite := torch.isfinite(values)).all():
-            row, column = (~finite).nonzero()[0].tolist()
-            raise ValueError(
-                f"Scores got {int((~finite).sum())} values that are not finite, the first for fact {row} and "
-                f"component {self.components.items[column]}; leave such facts out, or compute in float32."
-            )
+        values = checked_rows(self.values, self.components.items, self.facts, "Scores", "component")
         object.__setattr__(self, "values", values)
         if isinstance(self.method, str):
             object.__setattr__(self, "method", RecordedMethod(self.method))

@@ -9,7 +9,7 @@ depend on the machine (the composition of a batch moves float32 logits by about 
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,14 +79,6 @@ def sweep(
             bar.update(int(work[cells].sum()))
 
 
-def spread(layer: int, rows: Int[Tensor, " row"], edits: dict[str, hooks.Edit]) -> hooks.Start:
-    """Rows that begin at a layer, with edits there and in later layers, each named by its hook."""
-    later: dict[int, dict[str, hooks.Edit]] = {}
-    for name, edit in edits.items():
-        later.setdefault(int(name.split(".")[1]), {})[name] = edit
-    return hooks.Start(rows, later.pop(layer, {}), later=later)
-
-
 def ablated(
     activation: Float[Tensor, "batch pos *rest"], attention_mask: Bool[Tensor, "batch pos"], how: str, seed: int = 0
 ) -> Float[Tensor, "batch pos *rest"]:
@@ -125,10 +117,8 @@ def ablated(
 def _starts(
     cells: list[int], layers: Sequence[int], start: Starter, first: Int[Tensor, "cell batch"]
 ) -> dict[int, hooks.Start]:
-    by_layer: dict[int, list[int]] = {}
-    for cell in cells:
-        by_layer.setdefault(layers[cell], []).append(cell)
-    return {layer: replace(start(some), first=first[some].flatten()) for layer, some in by_layer.items()}
+    groups = _by_layer(cells, layers).items()
+    return {layer: replace(start(some), first=first[some].flatten()) for layer, some in groups}
 
 
 def _first_changes(
@@ -139,13 +129,17 @@ def _first_changes(
     first = torch.zeros(len(layers), batch, dtype=torch.long, device=recorded.inputs[0].device)
     if recorded.keys is None:
         return first
-    by_layer: dict[int, list[int]] = {}
-    for cell, layer in enumerate(layers):
-        by_layer.setdefault(layer, []).append(cell)
-    for layer, cells in by_layer.items():
+    for layer, cells in _by_layer(range(len(layers)), layers).items():
         for some in _batches(cells, max(1, max_tokens // (batch * positions))):
             first[some] = recorded.first_changes(layer, start(some)).unflatten(0, (-1, batch))
     return first
+
+
+def _by_layer(cells: Iterable[int], layers: Sequence[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for cell in cells:
+        found.setdefault(layers[cell], []).append(cell)
+    return found
 
 
 def _batches(cells: list[int], n: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ import transformer_lens.patching as tl
 from helpers import ARCHITECTURES, contrast_pairs, tokenizer
 
 from locus import hooks, patching
+from locus.checked import packs
 from locus.models import wrap
 from locus.reads import positions_read
 from locus.sweeps import ablated
@@ -41,11 +42,8 @@ def every_position(logits):
 
 # All sweeps with grouped and with fused queries; on the others those that the two `every` are made of.
 EVERY = ["block_every", "attn_head_all_pos_every"]
-CASES = [
-    (name, sweep)
-    for name in ARCHITECTURES
-    for sweep in ([*SWEEPS, "attn_head_by_pos_every"] if name in ("llama", "gpt2") else EVERY)
-]
+ALL = [*SWEEPS, "attn_head_by_pos_every", "attn_head_pattern_dest_src_pos"]
+CASES = [(name, sweep) for name in ARCHITECTURES for sweep in (ALL if name in ("llama", "gpt2") else EVERY)]
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def float64_results():
 
 @pytest.mark.parametrize(("any_model", "sweep"), CASES, indirect=["any_model"])
 def test_equals_transformer_lens(any_model, sweep, float64_results):
-    clean, corrupted = pair()
+    clean, corrupted = pair(pos=3 if "dest_src" in sweep else 5)
     with torch.no_grad():
         _, cache = any_model.bridge.run_with_cache(clean)
         name = f"get_act_patch_{sweep}"
@@ -205,6 +203,7 @@ def test_padded_batch_equals_its_prompts_alone(any_model, side):
 
 def test_nothing_and_everything(any_model):
     clean, corrupted = pair()
+    assert any_model.fast and any_model.packed  # else the other tests would be about the slow paths
     with torch.no_grad():
         _, same = any_model.bridge.run_with_cache(corrupted)
         _, cache = any_model.bridge.run_with_cache(clean)
@@ -251,6 +250,15 @@ def test_options_of_transformer_lens(llama):
     assert several.values.shape == (2, 3, 5, 2) and several.baseline.shape == (2, 2)
     assert torch.allclose(several["one"].mean(), full)
     assert torch.allclose(several["one"].effect(), -several["two"].effect())
+    arguments = (corrupted, cache, {"one": per_example, "two": per_example})
+    options = {"reduce": "none", "baseline": True}
+    with torch.no_grad():
+        theirs = tl.get_act_patch_attn_head_all_pos_every(llama.bridge, *arguments, **options)
+    ours = patching.get_act_patch_attn_head_all_pos_every(llama, *arguments, **options, progress=False)
+    for name in ("axis_names", "metric_names", "reduced", "has_metric_axis", "patch_type_names"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.index_df.equals(theirs.index_df) and ours.values.shape == theirs.values.shape
+    assert (ours.values - theirs.values).abs().max() < 1e-6 and (ours.baseline - theirs.baseline).abs().max() < 1e-6
     bridge_too = patching.get_act_patch_resid_pre(llama.bridge, corrupted, cache, last_difference, progress=False)
     assert torch.allclose(bridge_too, full)
 
@@ -342,11 +350,11 @@ def test_whole_rows_are_computed_and_it_is_said_where_nothing_can_be_left_out(ll
 
 
 def test_a_model_that_looks_ahead_is_found_out(llama, tokens):
-    assert llama.fast and llama.packed and hooks.packs(llama, tokens)
+    assert llama.fast and llama.packed and packs(llama, tokens)
     point = llama.bridge.hook_dict["blocks.1.hook_out"]
     handle = point.register_forward_hook(lambda module, args, x: x + x.mean(1, keepdim=True))
     try:
-        assert not hooks.packs(llama, tokens)
+        assert not packs(llama, tokens)
     finally:
         handle.remove()
 

@@ -1,7 +1,7 @@
 """Circuits: which components and edges carry an answer, how much of it they carry alone, and a picture of them."""
 
 from locus.circuits.faithful import FRACTIONS, Faithfulness, curves, faithfulness
-from locus.circuits.graph import circuit, node_link, picture, save_circuit
+from locus.circuits.graph import circuit, node_link, save_circuit
 
 __all__ = [
     "FRACTIONS",
@@ -10,6 +10,5 @@ __all__ = [
     "curves",
     "faithfulness",
     "node_link",
-    "picture",
     "save_circuit",
 ]

@@ -13,15 +13,15 @@ import altair as alt
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from locus import hooks
 from locus.charts import Figure
-from locus.components import Component, Components
+from locus.components import Components
 from locus.edges import Edges, EdgeScores, all_written, edges, entrance, ranking, read, written
-from locus.localize.interventions import activations, hook_names, per_example, targets
+from locus.localize.interventions import activations, per_example, places, targets
 from locus.metrics import logit_difference
 from locus.scores import Scores
 
@@ -181,28 +181,23 @@ def _run_components(
     corrupted = activations(model, pairs.corrupted, pairs.attention_mask, components)
     columns = []
     for keep in keeps:
-        outside = [components[i] for i in (~keep).nonzero().flatten().tolist()]
-        by_hook: dict[str, list[Component]] = {}
-        for component in outside:
-            for name in hook_names(component):
-                by_hook.setdefault(name, []).append(component)
-        changes = [(name, _corrupt(some, corrupted[name])) for name, some in by_hook.items()]
+        outside = places(components[i] for i in (~keep).nonzero().flatten().tolist())
+        changes = [(name, _corrupt(index, corrupted[name])) for name, _, index in outside]
         with hooks.edits(model, changes), hooks.read_only(model, pairs.read):
             columns.append(metric(model.logits(pairs.clean, pairs.attention_mask), targets(pairs)))
         done()
     return torch.stack(columns, dim=1)
 
 
-def _corrupt(outside: Sequence[Component], corrupted: Tensor) -> hooks.Edit:
+def _corrupt(index: Int[Tensor, " _"] | None, corrupted: Tensor) -> hooks.Edit:
     """An edit that gives some components of one hook their corrupted activations."""
 
     def edit(activation: Tensor) -> Tensor:
-        new = corrupted.reshape(activation.shape)
-        if outside[0].index is None:
-            return new
-        axis = 2 if outside[0].kind in ("head", "kv") else -1
-        index = torch.tensor([component.index for component in outside], device=new.device)
-        return activation.index_copy(axis, index, new.index_select(axis, index))
+        if index is None:
+            return corrupted.reshape(activation.shape)
+        some = index.to(activation.device)  # of the axis after the positions
+        cells = activation.reshape(corrupted.shape)
+        return cells.index_copy(2, some, corrupted.index_select(2, some)).reshape(activation.shape)
 
     return edit
 

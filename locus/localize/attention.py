@@ -13,7 +13,7 @@ from locus import hooks
 from locus.components import Components
 from locus.localize.interventions import targets
 from locus.metrics import probability
-from locus.sweeps import MAX_TOKENS, spread, sweep
+from locus.sweeps import MAX_TOKENS, sweep
 
 SOURCES = ("subject", "other", "last")
 
@@ -64,7 +64,7 @@ class AttentionKnockout:
                 f"blocks.{layer}.attn.hook_attn_scores": _block([(heads[c], layer in places[c]) for c in some], blocked)
                 for layer in layers
             }
-            return spread(places[some[0]][0], torch.arange(n).repeat(len(some)), edits)
+            return hooks.Start(torch.arange(n).repeat(len(some)), edits)
 
         label = f"attention knockout, {self.source}" if progress else None
         first = [layers[0] for layers in places]

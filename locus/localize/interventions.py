@@ -1,12 +1,12 @@
 """Exact interventions: replace a component's activation and measure the metric."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from locus import hooks
@@ -87,6 +87,24 @@ def hook_names(component: Component) -> list[str]:
     """The hooks at which a component's activation is replaced: keys and values both, for a key/value group."""
     name = site(component)
     return [name, name.replace("hook_v", "hook_k")] if component.kind == "kv" else [name]
+
+
+Places = list[tuple[str, list[int], Int[Tensor, " _"] | None]]
+
+
+def places(components: Iterable[Component]) -> Places:
+    """Hook, which of the components act there, and their indices there (None for a whole block)."""
+    components = list(components)
+    found: dict[tuple[str, str], list[int]] = {}
+    for c, component in enumerate(components):
+        for name in hook_names(component):
+            # Apart by kind: a neuron and its value vector are one activation, and both factors count.
+            found.setdefault((name, component.kind), []).append(c)
+    indices = [component.index for component in components]
+    return [
+        (name, members, None if indices[members[0]] is None else torch.tensor([indices[c] for c in members]))
+        for (name, _), members in found.items()
+    ]
 
 
 def activations(

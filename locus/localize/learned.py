@@ -7,6 +7,7 @@ Left out: masks with one factor for all facts (that is a mask of the facts' mean
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from tqdm.auto import tqdm
 
 from locus import hooks
 from locus.components import Components
-from locus.localize.interventions import ALL_KINDS, hook_names, targets
+from locus.localize.interventions import ALL_KINDS, Places, places, targets
 
 # Louizos, Welling & Kingma 2018: gates are stretched to (GAMMA, ZETA), then cut to [0, 1].
 GAMMA, ZETA = -0.1, 1.1
@@ -36,8 +37,30 @@ class Learned:
     losses: Float[Tensor, "step fact"]
 
 
+class Trained(ABC):
+    """A method whose scores are what training ends with."""
+
+    penalty: float
+
+    def __post_init__(self) -> None:
+        for field in ("lr", "steps", "batch_size"):
+            if not (value := getattr(self, field)) > 0:
+                raise ValueError(f"{type(self).__name__} got {field}={value}; expected more than 0")
+        if self.penalty < 0:
+            raise ValueError(f"{type(self).__name__} got penalty={self.penalty}; expected 0 or more")
+
+    @abstractmethod
+    def fit(self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool = False) -> Learned:
+        """Train the masks, and keep what the losses were."""
+
+    def score(
+        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
+    ) -> Float[Tensor, "fact component"]:
+        return self.fit(model, pairs, components, metric, progress).scores
+
+
 @dataclass(frozen=True)
-class Slimming:
+class Slimming(Trained):
     """A factor m_u on each component's activation, at 1 at first, with an L1 penalty: the score is m_u at the end.
 
         min over m   -metric(m) + penalty · Σ_u |m_u|
@@ -62,11 +85,7 @@ class Slimming:
     batch_size: int = 32
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
 
-    def __post_init__(self) -> None:
-        _check(self)
-
     def fit(self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool = False) -> Learned:
-        """Train the masks, and keep what the losses were."""
         return _train(
             model,
             pairs,
@@ -80,14 +99,9 @@ class Slimming:
             progress=progress,
         )
 
-    def score(
-        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
-    ) -> Float[Tensor, "fact component"]:
-        return self.fit(model, pairs, components, metric, progress).scores
-
 
 @dataclass(frozen=True)
-class HardConcrete:
+class HardConcrete(Trained):
     """A random gate on each component's activation, exactly 0 or 1 with some probability: P(kept) is learned.
 
         s_u = sigmoid((log n - log(1 - n) + a_u) / β),  n ~ U(0, 1)          gate_u = clip(1.2 s_u - 0.1, 0, 1)
@@ -121,12 +135,11 @@ class HardConcrete:
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
 
     def __post_init__(self) -> None:
-        _check(self)
+        super().__post_init__()
         if not (0 < self.keep < 1 and self.beta > 0):
             raise ValueError(f"keep must be in (0, 1) and beta positive, got {self.keep} and {self.beta}")
 
     def fit(self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool = False) -> Learned:
-        """Train the gates, and keep what the losses were."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def gate(a: Tensor) -> Tensor:
@@ -147,19 +160,6 @@ class HardConcrete:
             progress=progress,
             before=lambda: generator.manual_seed(self.seed),
         )
-
-    def score(
-        self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
-    ) -> Float[Tensor, "fact component"]:
-        return self.fit(model, pairs, components, metric, progress).scores
-
-
-def _check(method: Any) -> None:
-    for field in ("lr", "steps", "batch_size"):
-        if not getattr(method, field) > 0:
-            raise ValueError(f"{type(method).__name__} got {field}={getattr(method, field)}; expected more than 0")
-    if method.penalty < 0:
-        raise ValueError(f"{type(method).__name__} got penalty={method.penalty}; expected 0 or more")
 
 
 def _train(
@@ -199,23 +199,6 @@ def _train(
             scores.append(score(learned.detach()))
             losses.append(torch.stack(curve))
     return Learned(torch.cat(scores), torch.cat(losses, dim=1))
-
-
-Places = list[tuple[str, list[int], Int[Tensor, " _"] | None]]
-
-
-def places(components: Components) -> Places:
-    """Hook, which of the components act there, and their indices there (None for a whole block)."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for c, component in enumerate(components):
-        for name in hook_names(component):
-            # Apart by kind: a neuron and its value vector are one activation, and both factors count.
-            found.setdefault((name, component.kind), []).append(c)
-    indices = [component.index for component in components]
-    return [
-        (name, members, None if indices[members[0]] is None else torch.tensor([indices[c] for c in members]))
-        for (name, _), members in found.items()
-    ]
 
 
 def masked_metric(

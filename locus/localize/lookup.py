@@ -24,7 +24,7 @@ from locus.localize.interventions import activations, per_example, replace_parts
 from locus.localize.tracing import last_subject
 from locus.metrics import logit_difference
 from locus.scores import Scores
-from locus.sweeps import MAX_TOKENS, spread, sweep
+from locus.sweeps import MAX_TOKENS, sweep
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class FactLookup:
             for layer in range(here[0].layer + 1, receiver):
                 name = f"blocks.{layer}.hook_attn_out"
                 edits[name] = _hold(recorded.site(name).repeat(len(some), 1, 1))
-            return spread(here[0].layer, torch.arange(n).repeat(len(some)), edits)
+            return hooks.Start(torch.arange(n).repeat(len(some)), edits)
 
         layers = [c.layer for c in senders]
         label = f"path patching to layer {receiver}" if progress else None

@@ -15,7 +15,7 @@ from locus.components import Component, Components
 from locus.edges import Edges, EdgeScores, Receiver, all_written, edges, entrance, parse_receiver, parse_sender, read
 from locus.localize.interventions import per_example, targets
 from locus.metrics import logit_difference
-from locus.patching import MAX_TOKENS, sweep
+from locus.sweeps import MAX_TOKENS, sweep
 
 
 @dataclass(frozen=True)

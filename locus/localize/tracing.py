@@ -17,7 +17,7 @@ from locus import hooks
 from locus.components import Components
 from locus.localize.interventions import targets
 from locus.metrics import probability
-from locus.sweeps import MAX_TOKENS, spread, sweep
+from locus.sweeps import MAX_TOKENS, sweep
 
 SITES = {"resid": "hook_resid_post", "mlp": "hook_mlp_out", "attn": "hook_attn_out"}
 
@@ -223,7 +223,7 @@ def _restored_some(
     def start(some: list[int]) -> hooks.Start:
         found = dict.fromkeys(name for c in some for name in cells[c].hooks)
         edits = {name: _put_back([cells[c] for c in some], name, states[name], samples) for name in found}
-        return spread(layers[some[0]], torch.arange(n * samples).repeat(len(some)), edits)
+        return hooks.Start(torch.arange(n * samples).repeat(len(some)), edits)
 
     layers = [int(cell.hooks[0].split(".")[1]) for cell in cells]
     label = "causal tracing" if progress else None

@@ -7,6 +7,7 @@ import altair as alt
 import pandas as pd
 
 from locus.components import Component
+from locus.edges import EMBED, EdgeScores, readers
 from locus.view.show import Panel, View, chart_of, diverging
 
 MOST_EDGES = 400
@@ -14,7 +15,7 @@ BOX = "M-1,-0.38H1V0.38H-1Z"
 
 
 def circuit(
-    edges: Sequence[tuple[str, str, float]] | Mapping[str, Any],
+    edges: EdgeScores | Sequence[tuple[str, str, float]] | Mapping[str, Any],
     *,
     nodes: Sequence[str] = (),
     title: str = "Circuit",
@@ -24,7 +25,8 @@ def circuit(
 ) -> View:
     """A graph of components, the input at the bottom and the logits at the top; thicker = larger in size.
 
-    edges: (source, target, score), positive = removing the edge lowers the metric; or as JSON,
+    edges: of `locus.circuit`, which say their metric, method and n; or (source, target, score), positive = removing the
+        edge lowers the metric; or as JSON,
         {"nodes": ["L0H1", …], "edges": [{"source": "L0H1", "target": "L2MLP", "score": 0.3}, …]}
     nodes: also those without an edge. Names are labels such as L9H6 or L4MLP; a name with a part after a dot (L9H6.q)
         is drawn at its component. Whatever is no label stands at the bottom if edges leave it, and at the top if not.
@@ -33,14 +35,22 @@ def circuit(
     Raises:
         ValueError: there is no edge, or there are more than 400.
     """
-    if isinstance(edges, Mapping):
+    ties: list[tuple[str, str]] = []  # from a key/value group to the heads that read it
+    if isinstance(edges, EdgeScores):
+        groups = {e.receiver for e in edges.edges if e.receiver.component and e.receiver.component.kind == "kv"}
+        ties = sorted({(str(g.component), str(head)) for g in groups for head in readers(edges.edges, g)})
+        metric, method, n = edges.metric.replace("_", " "), repr(edges.method), len(edges.values)
+        labels = [(str(edge.sender or EMBED), str(edge.receiver)) for edge in edges.edges]
+        edges = [(a, b, score) for (a, b), score in zip(labels, edges.mean().tolist(), strict=True)]
+    elif isinstance(edges, Mapping):
         nodes = [*nodes, *(node if isinstance(node, str) else node["name"] for node in edges.get("nodes", ()))]
         edges = [(edge["source"], edge["target"], edge["score"]) for edge in edges["edges"]]
     found = [(str(a), str(b), float(score)) for a, b, score in edges]
     if not 1 <= len(found) <= MOST_EDGES:
         raise ValueError(f"got {len(found)} edges, expected 1 to {MOST_EDGES}; keep the largest in size")
     names = list(dict.fromkeys(_of(name) for name in [*nodes, *(a for a, _, _ in found), *(b for _, b, _ in found)]))
-    place = _places(names, [(_of(a), _of(b)) for a, b, _ in found])
+    ties = [(a, b) for a, b in ties if b in names]
+    place = _places(names, [*ties, *((_of(a), _of(b)) for a, b, _ in found)])
     # Small ones first, so that large ones lie above them.
     found.sort(key=lambda edge: abs(edge[2]))
     largest = abs(found[-1][2])
@@ -70,7 +80,10 @@ def circuit(
         )
     )
     boxes = chart_of(points).encode(x=x, y=y, tooltip=["name:N"])
+    gray = pd.DataFrame([(*place[a], *place[b]) for a, b in ties], columns=["x", "y", "x2", "y2"])
+    dashed = chart_of(gray).mark_rule(color="#b8b8b8", strokeDash=[2, 2]).encode(x=x, y=y, x2="x2:Q", y2="y2:Q")
     chart = alt.layer(
+        *([dashed] if ties else []),
         strokes,
         boxes.mark_point(shape=BOX, size=1500, filled=True, fill="#ffffff", stroke="#5f6368", opacity=1),
         boxes.mark_text(fontSize=10, color="#1c1c1e").encode(text="name:N"),
@@ -82,7 +95,9 @@ def circuit(
     return View(
         title,
         f"n = {n} prompt{'s' * (n != 1)}; {len(names)} nodes, {len(found)} edges; {metric} by {method}. Positive "
-        f"orange, negative blue, thicker = larger, at most {largest:.3g} in size. Depth goes upwards.",
+        f"orange, negative blue, thicker = larger, at most {largest:.3g} in size. Depth goes upwards."
+        + " Dashed: the heads that read a group's keys and values."
+        * bool(ties),
         "Largest edges: " + ", ".join(f"{a} → {b} {score:+.3g}" for a, b, score in found[:-7:-1]) + ".",
         (Panel(chart),),
     )
@@ -105,7 +120,7 @@ def _places(names: list[str], edges: list[tuple[str, str]]) -> dict[str, tuple[f
     for name in names:
         try:
             c = Component.parse(name)
-            depth[name] = 2 * c.layer + (1 if c.kind in ("head", "kv", "attn") else 2)
+            depth[name] = 3 * c.layer + {"kv": 1, "head": 2, "attn": 2}.get(c.kind, 3)
         except ValueError:
             depth[name] = 0 if name in leaves else 10**6
     order = sorted(set(depth.values()))

@@ -1,0 +1,43 @@
+"""Checks, once a model, that the fast ways to run it give what the slow ones give."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from locus.hooks import Start, record, unembed
+
+
+def continues(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
+    """Whether the run of a batch can be continued from its trace to the same logits."""
+    recorded, logits = record(model, tokens)
+    with torch.no_grad():
+        again = unembed(model, recorded.inputs[-1])
+    return bool(((again - logits).abs().max() <= 1e-3 * max(1.0, float(logits.abs().max()))).item())
+
+
+def packs(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
+    """Whether a causal change from the middle on gives the same logits when only changed positions are computed.
+
+    Not so where attention has no separate projections of queries, keys, values and output, or looks ahead.
+    """
+    recorded, _ = record(model, tokens, keys=True)
+    if recorded.keys is None or any(not hasattr(block.attn, name) for block in model.bridge.blocks for name in "qkvo"):
+        return False
+    middle = tokens.shape[1] // 2
+    noise = torch.linspace(-1, 1, recorded.inputs[0][0, middle:].numel(), device=recorded.inputs[0].device)
+
+    def enter(residual: Tensor) -> Tensor:
+        residual = residual.clone()
+        residual[:, middle:] += noise.to(residual).reshape(residual[0, middle:].shape)
+        return residual
+
+    rows = torch.arange(len(tokens), device=noise.device)
+    start = {0: Start(rows, enter=enter)}
+    read = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    with torch.no_grad():
+        whole = replace(recorded, keys=None).grow(start, read)
+        packed = recorded.grow(start, read)
+    return bool(((whole - packed).abs().max() <= 1e-3 * max(1.0, float(whole.abs().max()))).item())
