@@ -27,6 +27,7 @@ from locus.localize import AtPStar as AtPStar
 from locus.localize import AttentionKnockout as AttentionKnockout
 from locus.localize import AttributionPatching as AttributionPatching
 from locus.localize import CausalTracing as CausalTracing
+from locus.localize import DirectLogits as DirectLogits
 from locus.localize import FactLookup as FactLookup
 from locus.localize import Fisher as Fisher
 from locus.localize import GradientSaliency as GradientSaliency
@@ -40,6 +41,7 @@ from locus.localize import MemFlex as MemFlex
 from locus.localize import PathPatching as PathPatching
 from locus.localize import Probing as Probing
 from locus.localize import Random as Random
+from locus.localize import RelP as RelP
 from locus.localize import Slimming as Slimming
 from locus.localize import Wanda as Wanda
 from locus.localize import attention_curve as attention_curve
@@ -48,6 +50,8 @@ from locus.localize import fact_lookup as fact_lookup
 from locus.localize import localize as localize
 from locus.localize import localize_edges as localize_edges
 from locus.localize import localize_weights as localize_weights
+from locus.localize import logit_lens as logit_lens
+from locus.localize import logit_sum as logit_sum
 from locus.localize import path_patch as path_patch
 from locus.localize import probe_curve as probe_curve
 from locus.masks import Mask as Mask

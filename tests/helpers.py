@@ -100,6 +100,8 @@ def localizers() -> dict[str, Any]:
         "patching, noising": lo.ActivationPatching(direction="noising"),
         "attribution": lo.AttributionPatching(),
         "attribution, noising": lo.AttributionPatching(direction="noising"),
+        "relp": lo.RelP(),
+        "direct logits": lo.DirectLogits(),
         "atp*": lo.AtPStar(),
         "atp*, graddrop": lo.AtPStar(drop=True),
         "integrated gradients": lo.IntegratedGradients(steps=3),

@@ -21,6 +21,8 @@ from locus.localize.interventions import ActivationPatching, Knockout, per_examp
 from locus.localize.learned import HardConcrete, Slimming
 from locus.localize.lookup import FactLookup, Probing, fact_lookup, probe_curve
 from locus.localize.paths import EAP, PathPatching, localize_edges, path_patch
+from locus.localize.readouts import DirectLogits, logit_lens, logit_sum
+from locus.localize.relp import RelP
 from locus.localize.statistics import Activations, Random
 from locus.localize.tracing import CausalTracing, causal_trace
 from locus.localize.weights import (
@@ -48,6 +50,7 @@ __all__ = [
     "AttentionKnockout",
     "AttributionPatching",
     "CausalTracing",
+    "DirectLogits",
     "FactLookup",
     "Fisher",
     "GradientSaliency",
@@ -62,6 +65,7 @@ __all__ = [
     "PathPatching",
     "Probing",
     "Random",
+    "RelP",
     "Slimming",
     "Wanda",
     "attention_curve",
@@ -71,6 +75,8 @@ __all__ = [
     "localize",
     "localize_weights",
     "localize_edges",
+    "logit_lens",
+    "logit_sum",
     "path_patch",
     "probe_curve",
 ]
@@ -90,6 +96,7 @@ class Method(Protocol):
 METHODS: tuple[type, ...] = (
     ActivationPatching,
     AttributionPatching,
+    RelP,
     AtPStar,
     IntegratedGradients,
     KnowledgeNeurons,
@@ -100,6 +107,7 @@ METHODS: tuple[type, ...] = (
     PathPatching,
     FactLookup,
     Probing,
+    DirectLogits,
     Activations,
     Random,
     Slimming,

@@ -87,11 +87,11 @@ def gradients_at(
     pairs: Any,
     names: list[str],
     metric: Callable,
-    moved: Mapping[str, Tensor] = MappingProxyType({}),
+    moved: Mapping[str, Tensor | None] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """∂m/∂a and a, at the named hooks, of each pair's metric, the activations of `moved` replaced. The parameters are
-    frozen, so the backward pass is about one forward pass; rows do not mix, so one backward of the sum gives every
-    pair's own gradient."""
+    """∂m/∂a and a, at the named hooks, of each pair's metric, the activations of `moved` replaced (None: kept,
+    as constants). The parameters are frozen, so the backward pass is about one forward pass; rows do not mix, so one
+    backward of the sum gives every pair's own gradient."""
 
     def leaf(value: Tensor | None) -> hooks.Edit:
         return lambda activation: (activation if value is None else value).detach().requires_grad_()
