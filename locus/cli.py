@@ -16,7 +16,34 @@ if TYPE_CHECKING:
     from locus.facts import Facts
     from locus.models import HookedModel
 
-Method = Literal["attribution-patching", "activation-patching", "knockout", "activations", "random"]
+Method = Literal[
+    "activation-patching",
+    "attribution-patching",
+    "relp",
+    "atp-star",
+    "integrated-gradients",
+    "knowledge-neurons",
+    "knockout",
+    "causal-tracing",
+    "attention-knockout",
+    "eap",
+    "path-patching",
+    "fact-lookup",
+    "probing",
+    "direct-logits",
+    "activations",
+    "random",
+    "slimming",
+    "hard-concrete",
+    "gradient-saliency",
+    "snip",
+    "fisher",
+    "wagle",
+    "mem-flex",
+    "magnitude",
+    "wanda",
+    "mean-rank",
+]
 Kind = Literal["neuron", "value", "head", "kv", "mlp", "attn", "expert"]
 ObjectiveName = Literal["npo", "gradient-difference", "wga", "simnpo", "dpo"]
 RegionKind = Literal["value", "neuron", "head", "weight"]
@@ -79,10 +106,13 @@ def localize(
     facts: str | None = None,
     n: int = 32,
     top: int = 20,
+    sample: int = 64,
     seed: int = 0,
-    save: Path | None = None,
+    out: Path | None = None,
 ) -> None:
-    """Rank the components that carry the answers to some facts.
+    """Rank the components that carry the answers to some facts, and say how far to trust the ranking.
+
+    Writes the table, the chart and the scores of every fact.
 
     Example: locus localize smollm2 --facts capitals --components head --method activation-patching
 
@@ -93,26 +123,40 @@ def localize(
         facts: biographies, capitals, elements, or a JSONL file; by default what the built-in model knows.
         n: How many facts.
         top: How many components to show.
-        seed: Chooses the corrupted prompts.
-        save: Write all scores to this file.
+        sample: How many components to patch exactly, to see how far the ranking agrees; 0 for no check.
+        seed: Chooses the corrupted prompts, and what a method draws.
+        out: The folder to write to; default runs/localize-MODEL-COMPONENTS-METHOD.
     """
     import locus
+    from locus import view
+    from locus.facts import Facts
+    from locus.folder import write
+    from locus.localize import given
 
-    for option, value in (("--n", n), ("--top", top)):
-        if value < 1:
-            raise ValueError(f"{option} must be 1 or more, got {value}.")
-    if save and save.is_dir():
-        raise ValueError(f"{save} is a folder; --save takes the name of a file, as in --save scores.safetensors.")
+    for option, value, least in (("--n", n, 1), ("--top", top, 1), ("--sample", sample, 0)):
+        if value < least:
+            raise ValueError(f"{option} must be {least} or more, got {value}.")
+    out = out or Path("runs") / f"localize-{Path(model).name}-{components}-{method}"
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; --out takes the name of a folder.")
     loaded = _load(model)
     known = _facts(facts, model)[0].known_by(loaded)
     pairs = known.contrast_pairs(loaded, seed=seed)[:n]
-    scores = locus.localize(loaded, pairs, _method(method, seed), components=components)
+    located = {fact.prompt for fact in pairs.facts}
+    others = Facts([fact for fact in known if fact.prompt not in located], name=known.name)
+    scores = locus.localize(loaded, pairs, given(_method(method, seed), others), components=components)
     print(
         f"{scores.method!r} on {len(pairs)} facts of {known.name}, in {scores.metric}: positive = supports the answer"
     )
     print(scores.top(top).to_string(index=False))
-    if save:
-        print(f"All scores: {scores.save(save)}")
+    if sample:
+        print(locus.trust(loaded, pairs, scores, sample=sample, seed=seed))
+    out.mkdir(parents=True, exist_ok=True)
+    write(out / "table.csv", lambda path: scores.top(len(scores.components)).to_csv(path, index=False))
+    page = view.page([view.ranking(scores, top=top), view.grid(scores)], title=f"{method}: {known.name} in {model}")
+    write(out / "chart.html", lambda path: path.write_text(page, encoding="utf-8"))
+    scores.save(out / "scores.safetensors")
+    print(f"Table: {out / 'table.csv'}\nChart: {out / 'chart.html'}\nScores: {out / 'scores.safetensors'}")
 
 
 def unlearn(
@@ -150,6 +194,7 @@ def unlearn(
     """
     import locus
     from locus.evaluate import evaluate
+    from locus.localize import given
 
     optimizer = locus.AdamW(lr=lr)
     for option, folder in (("--out", out), ("--save-model", save_model)):
@@ -159,7 +204,7 @@ def unlearn(
     known, other = _facts(facts, model)
     split = known.known_by(loaded).split(forget=forget, seed=seed, other=other)
     pairs = split.forget.contrast_pairs(loaded, seed=seed)
-    scores = locus.localize(loaded, pairs, _method(method, seed), components=components)
+    scores = locus.localize(loaded, pairs, given(_method(method, seed), split.retain), components=components)
     mask = locus.Mask.top(scores, budget=budget)
     print(f"Editing {mask.n_parameters:,} parameters: {', '.join(mask.labels[:8])} …")
     before = evaluate(loaded, split)
@@ -348,11 +393,14 @@ def inj(
     """
     import locus.inj as benchmark
     from locus.folder import write
+    from locus.localize import given
+    from locus.plans import planted_facts
 
     loaded = _load(model)
     facts = benchmark.sentences(loaded, sentences, seed=seed)
     out = out or Path("runs") / f"inj-{Path(model).name}-{r:g}"
-    chosen = [_method(name, seed) for name in methods]
+    kept = planted_facts(model)[1].known_by(loaded)[:20]
+    chosen = [given(_method(name, seed), kept) for name in methods]
     table = benchmark.inj(loaded, facts, chosen, r=r, steps=steps, seed=seed, out=out)
     write(out / "table.csv", lambda path: table.to_csv(path, index=False))
     learned = table.drop_duplicates("sentence").status.value_counts().to_dict()
@@ -399,16 +447,10 @@ def _facts(name: str | None, model: str) -> "tuple[Facts, Facts | None]":
 
 
 def _method(name: str, seed: int) -> Any:
-    import locus
+    from locus.localize import METHODS, name_of
 
-    if name == "random":
-        return locus.Random(seed=seed)
-    return {
-        "attribution-patching": locus.AttributionPatching,
-        "activation-patching": locus.ActivationPatching,
-        "knockout": locus.Knockout,
-        "activations": locus.Activations,
-    }[name]()
+    method: Any = next(method for method in METHODS if name_of(method) == name)
+    return method(seed=seed) if hasattr(method, "seed") else method()
 
 
 def _objective(name: str) -> Any:

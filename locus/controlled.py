@@ -81,7 +81,7 @@ def _located(
     if planting.kind == "weight":
         return [localize_weights(model, split, method, budget=planting.share, select=s) for s in ("top", "bottom")]
     pairs = split.forget.contrast_pairs(model, seed=seed)
-    scores = localize(model, pairs, given(method, split), components=planting.kind, progress=False)
+    scores = localize(model, pairs, given(method, split.retain), components=planting.kind, progress=False)
     return [Mask.top(scores, planting.share), Mask.bottom(scores, planting.share)]
 
 

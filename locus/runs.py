@@ -224,7 +224,7 @@ def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, s
     masks: dict[tuple[str, str, int], Mask | ParameterMask] = {}
     pairs = split.forget.contrast_pairs(model, seed=seed)
     for name, method in named(plan.localizers).items():
-        scores = localize(model, pairs, given(method, split), components=plan.kind, progress=False)
+        scores = localize(model, pairs, given(method, split.retain), components=plan.kind, progress=False)
         top = masks[name, "top", 0] = Mask.top(scores, plan.budget)
         masks[name, "bottom", 0] = Mask.bottom(scores, plan.budget)
         drawn = controls(top, draws, match="layer", disjoint=_half_free(top), seed=seed)

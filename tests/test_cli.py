@@ -3,11 +3,15 @@
 import resource
 import subprocess
 import sys
+from typing import get_args
 
+import pandas as pd
 import pytest
 from small import facts, model
 
+import locus
 from locus import cli
+from locus.localize import METHODS, name_of
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -71,10 +75,24 @@ def test_sites(small, capsys):
     assert "expert: none" in out
 
 
-def test_localize(small, capsys, tmp_path):
-    code, out, _ = run(capsys, "localize", "tiny", "--components", "head", "--top", "3", "--save", str(tmp_path / "s"))
-    assert code == 0 and "L" in out and len(out.strip().splitlines()) == 7
-    assert (tmp_path / "s").is_file()
+def test_every_method_has_a_name():
+    assert [name_of(method) for method in METHODS] == list(get_args(cli.Method))
+    for method in METHODS:
+        assert type(cli._method(name_of(method), 3)) is method
+
+
+def test_localize(small, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, *"localize tiny --components head --top 3 --method relp --sample 8".split())
+    made = tmp_path / "runs" / "localize-tiny-head-relp"
+    scores = locus.Scores.load(made / "scores.safetensors")
+    ranked = pd.read_csv(made / "table.csv")
+    assert code == 0 and list(ranked.component) == list(scores.top(len(scores.components)).component)
+    assert all(label in out for label in ranked.component[:3]) and ranked.component[3] not in out
+    assert "Pearson" in out and "stability" in out and "forward" in out
+    assert "RelP" in (made / "chart.html").read_text(encoding="utf-8")
+    code, out, _ = run(capsys, *"localize tiny --components mlp --method wagle --n 4 --sample 0".split())
+    assert code == 0 and "WAGLE" in out and "Pearson" not in out
     code, _, err = run(capsys, "localize", "tiny", "--method", "activations", "--components", "head")
     assert code == 2 and "head" in err
 
@@ -108,7 +126,8 @@ def test_mistakes_are_refused_before_any_work(monkeypatch, capsys, tmp_path):
         (("unlearn", "tiny", "--lr", "-1"), "lr must be finite"),
         (("localize", "tiny", "--n", "0"), "--n"),
         (("localize", "tiny", "--top", "-1"), "--top"),
-        (("localize", "tiny", "--save", str(tmp_path)), "name of a file"),
+        (("localize", "tiny", "--sample", "-2"), "--sample"),
+        (("localize", "tiny", "--out", __file__), "name of a folder"),
     ):
         code, out, err = run(capsys, *words)
         assert code == 2 and out == "" and said in err and err.count("\n") == 1, words

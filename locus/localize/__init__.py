@@ -4,6 +4,7 @@ A method is one frozen dataclass whose `score` returns Float["fact component"] w
 **positive = removing the component lowers the metric**.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -121,6 +122,11 @@ METHODS: tuple[type, ...] = (
     Wanda,
     MeanRank,
 )
+
+
+def name_of(method: type) -> str:
+    """What the command line calls a method: `AtPStar` is atp-star."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", method.__name__).lower()
 
 
 def localize(

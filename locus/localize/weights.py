@@ -309,9 +309,9 @@ def random_labels(texts: Texts, d_vocab: int, generator: torch.Generator) -> Tex
     return replace(texts, tokens=tokens, targets=replace(texts.targets, answer=answer))
 
 
-def given(method: Any, split: FactSplit) -> Any:
-    """The method, with the split's retain facts where it needs some and has none."""
-    return replace(method, retain=split.retain) if getattr(method, "retain", split) is None else method
+def given(method: Any, retain: Facts) -> Any:
+    """The method, with these facts to keep where it needs some and has none."""
+    return replace(method, retain=retain) if getattr(method, "retain", retain) is None else method
 
 
 def localize_weights(
@@ -330,7 +330,7 @@ def localize_weights(
     Raises:
         ValueError: the method scores no single weights, needs retain facts and has none, or the budget selects nothing.
     """
-    method = given(method, split)
+    method = given(method, split.retain)
     if not isinstance(method, ByEntries):
         raise ValueError(
             f"{type(method).__name__} scores no single weights; GradientSaliency, SNIP, Fisher, WAGLE, Magnitude and "
