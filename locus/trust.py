@@ -79,11 +79,12 @@ def trust(
         boots: resamples of the facts, with replacement, the same for scores and exact effects.
         seed: of the sample and the resamples.
         metric: the one that the scores are in.
-        against: the exact method, `ActivationPatching()` by default.
+        against: the exact method, `ActivationPatching()` by default; or its `Scores` of the same facts, if you have
+            them, which may be of some components only: the sample is then drawn among these.
         progress: show a bar.
 
     Raises:
-        ValueError: the scores are of another metric, of other facts, or the numbers make no sense.
+        ValueError: the scores are of another metric, of other facts or components, or the numbers make no sense.
     """
     name = getattr(metric, "__name__", str(metric))
     if scores.metric != name:
@@ -97,16 +98,35 @@ def trust(
             f"trust needs a sample of at least 2, at least 1 resample and a fraction in (0, 1], got sample={sample}, "
             f"boots={boots}, fraction={fraction}"
         )
-    against = against or ActivationPatching()
-    some = torch.randperm(len(scores.components), generator=torch.Generator().manual_seed(seed))[:sample].sort().values
-    part = _columns(scores, some)
-    exact = localize(model, pairs, against, components=part.components, metric=metric, progress=progress)
+    part, exact = _exact(model, pairs, scores, against or ActivationPatching(), sample, seed, metric, progress)
     rows = [
         *_rows("exact", part, exact, fraction, boots, seed),
         *_rows("resamples", scores, None, fraction, boots, seed),
     ]
     frame = pd.DataFrame(rows, columns=["of", "measure", "value", "low", "high", "chance", "n"])
-    return Trust(frame, against, fraction, len(pairs), scores.passes)
+    return Trust(frame, exact.method, fraction, len(pairs), scores.passes)
+
+
+def _exact(
+    model: Any, pairs: Any, scores: Scores, against: Any, sample: int, seed: int, metric: Callable, progress: bool
+) -> tuple[Scores, Scores]:
+    """A random sample of the scores' components, and the exact scores of the same ones."""
+    among = list(range(len(scores.components)))
+    if isinstance(against, Scores):
+        if against.metric != scores.metric or len(against.values) != len(scores.values):
+            raise ValueError(
+                f"the exact scores are of {len(against.values)} facts in {against.metric}, the others of "
+                f"{len(scores.values)} in {scores.metric}; give the same"
+            )
+        known = {component: i for i, component in enumerate(against.components)}
+        among = [i for i in among if scores.components[i] in known]
+        if len(among) < 2 or against.components.model != scores.components.model:
+            raise ValueError("the exact scores and the others share fewer than two components of one model")
+    order = torch.randperm(len(among), generator=torch.Generator().manual_seed(seed))[:sample].sort().values
+    part = _columns(scores, torch.tensor(among)[order])
+    if isinstance(against, Scores):
+        return part, _columns(against, torch.tensor([known[component] for component in part.components]))
+    return part, localize(model, pairs, against, components=part.components, metric=metric, progress=progress)
 
 
 def _columns(scores: Scores, some: torch.Tensor) -> Scores:
