@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tqdm.auto import tqdm
 from locus import hooks
 from locus.reads import positions_read
 from locus.resume import Partial
-from locus.sweeps import ablated, sweep
+from locus.sweeps import ablated, say_once, sweep
 
 Setter = Callable[[Tensor, Sequence[int], Any], Tensor]
 
@@ -67,7 +66,7 @@ class Cells:
         if self.model.fast:
             self._sweep(recorded, clean, setter, evaluate, logits, kept, progress)
         else:
-            _say_once(f"{self.model.name} cannot be continued from an inner layer: one whole forward pass a cell")
+            say_once(f"{self.model.name} cannot be continued from an inner layer: one whole forward pass a cell")
             self._one_by_one(clean, setter, evaluate, kept, progress)
         kept.save()
         return kept.values, base
@@ -83,7 +82,7 @@ class Cells:
         progress: bool,
     ) -> None:
         if recorded.keys is None:
-            _say_once(f"{self.model.name} cannot leave out the positions before a patch: whole rows are computed")
+            say_once(f"{self.model.name} cannot leave out the positions before a patch: whole rows are computed")
         read = positions_read(evaluate, logits)
         seen = torch.full_like(logits, float("nan"))
         batch = len(recorded)
@@ -174,8 +173,3 @@ def _check_length(clean: Tensor, tokens: Tensor, activation_name: str) -> None:
             f"the clean cache is of {found} positions and the corrupted tokens have {tokens.shape[1]}; "
             "patching needs prompts of the same length, token by token"
         )
-
-
-@cache
-def _say_once(text: str) -> None:
-    print(text, file=sys.stderr)

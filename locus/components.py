@@ -238,6 +238,12 @@ def site(component: Component) -> str:
     return f"blocks.{component.layer}.{names[component.kind]}"
 
 
+def after_neurons(model: Any, layer: int) -> tuple[Float[Tensor, "d_mlp d_model"], nn.Module | None]:
+    """What the neurons of a layer write: their output vectors, and the norm of the MLP's output, if there is one."""
+    block = model.bridge.blocks[layer]
+    return block.mlp.W_out.detach(), block.ln2_post if "ln2_post" in block.submodules else None
+
+
 def _groups(components: Components, members: Iterable[int]) -> dict[tuple[int, str], list[int]]:
     """Positions in `components` by layer and kind."""
     groups: dict[tuple[int, str], list[int]] = {}

@@ -250,8 +250,20 @@ class Trace:
         return unembed(self.model, self.grown(starts, read))
 
     def grown(self, starts: dict[int, Start], read: Int[Tensor, "batch read"]) -> Float[Tensor, "row read d_model"]:
-        """What `grow` unembeds: the residual stream that leaves the last block at the positions read."""
+        """What `grow` unembeds: the residual stream that leaves the last block at the positions read.
+
+        Rows may also begin after it, at layer `n_layers`.
+        """
         starts = {layer: starts[layer] for layer in sorted(starts)}
+        after = starts.pop(len(self.calls), None)
+        parts = [self._grown(starts, read)] if starts else []
+        if after is not None:
+            rows = after.rows.to(self.inputs[0].device)
+            new = self.inputs[-1].index_select(0, rows)
+            parts.append(gather(new if after.enter is None else after.enter(new), read.to(rows.device)[rows]))
+        return torch.cat(parts)
+
+    def _grown(self, starts: dict[int, Start], read: Int[Tensor, "batch read"]) -> Float[Tensor, "row read d_model"]:
         rows = torch.cat([start.rows for start in starts.values()]).to(self.inputs[0].device)
         read = read.to(rows.device)[rows]
         if self.keys is None or any(name.endswith(UNPACKED) for s in starts.values() for name in s.edits):

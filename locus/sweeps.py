@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -114,6 +115,12 @@ def ablated(
     return activation[other.to(activation.device)]
 
 
+@cache
+def say_once(text: str) -> None:
+    """Tell the user which way is taken where there are two, once a process."""
+    print(text, file=sys.stderr)
+
+
 def _starts(
     cells: list[int], layers: Sequence[int], start: Starter, first: Int[Tensor, "cell batch"]
 ) -> dict[int, hooks.Start]:
@@ -131,7 +138,9 @@ def _first_changes(
         return first
     for layer, cells in _by_layer(range(len(layers)), layers).items():
         for some in _batches(cells, max(1, max_tokens // (batch * positions))):
-            first[some] = recorded.first_changes(layer, start(some)).unflatten(0, (-1, batch))
+            begun = start(some)
+            known = recorded.first_changes(layer, begun) if begun.first is None else begun.first
+            first[some] = known.unflatten(0, (-1, batch))
     return first
 
 

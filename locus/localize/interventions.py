@@ -1,20 +1,21 @@
 """Exact interventions: replace a component's activation and measure the metric."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from locus import hooks
+from locus import hooks, neurons
 from locus.components import Component, Components, site
 from locus.metrics import Targets
-from locus.sweeps import MAX_TOKENS, ablated, sweep
+from locus.sweeps import MAX_TOKENS, Starter, ablated, say_once, sweep
 
 ALL_KINDS = ("head", "kv", "neuron", "value", "mlp", "attn", "expert")
+POSITIONS = ("all", "subject", "last subject", "last")
 
 
 @dataclass(frozen=True)
@@ -52,25 +53,31 @@ class ActivationPatching:
 
 @dataclass(frozen=True)
 class Knockout:
-    """Knockout of one component at a time in the clean run, at all positions: m(clean) - m(clean, a_u ← baseline).
+    """Knockout of one component at a time in the clean run: m(clean) - m(clean, a_u ← baseline).
 
     The baseline is 0, the mean of u's activation over the tokens of all clean prompts, or u's activation on the
-    clean prompt of another fact of as many tokens ("resample"). In units of the metric.
+    clean prompt of another fact of as many tokens ("resample"). In units of the metric. Exact also for neurons, whose
+    removal is a change of rank one behind the MLP, so that no MLP is run for it.
 
     Attributes:
         ablation: "zero", "mean" or "resample".
         seed: of the permutation of facts, for "resample".
+        positions: where u is knocked out: at "all" tokens, those of the "subject", the "last subject" one, or the
+            "last" one of the prompt, from which the answer's first token is read.
         max_tokens: tokens in one forward pass at the most.
     """
 
     ablation: str = "zero"
     seed: int = 0
+    positions: str = "all"
     max_tokens: int = MAX_TOKENS
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
 
     def __post_init__(self) -> None:
         if self.ablation not in ("zero", "mean", "resample"):
             raise ValueError(f"ablation must be 'zero', 'mean' or 'resample', got {self.ablation!r}")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions must be {', '.join(map(repr, POSITIONS))}, got {self.positions!r}")
 
     def score(
         self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
@@ -80,7 +87,20 @@ class Knockout:
             name: ablated(act, pairs.attention_mask, self.ablation, self.seed) for name, act in clean.items()
         }
         label = f"knockout, {self.ablation}" if progress else None
-        return -intervene(model, pairs, pairs.clean, components, replacement, metric, self.max_tokens, label)
+        at = _tokens_at(pairs, self.positions)
+        return -intervene(model, pairs, pairs.clean, components, replacement, metric, self.max_tokens, label, at)
+
+
+def last_subject(pairs: Any) -> Int[Tensor, " fact"]:
+    """Position of the last token of each subject."""
+    return (pairs.subject * torch.arange(1, pairs.subject.shape[1] + 1, device=pairs.subject.device)).argmax(1)
+
+
+def _tokens_at(pairs: Any, positions: str) -> Bool[Tensor, "fact pos"]:
+    if positions in ("all", "subject"):
+        return pairs.attention_mask if positions == "all" else pairs.subject
+    token = pairs.read[:, 0] if positions == "last" else last_subject(pairs)
+    return torch.zeros_like(pairs.attention_mask).scatter(1, token[:, None], True)
 
 
 def hook_names(component: Component) -> list[str]:
@@ -147,30 +167,54 @@ def intervene(
     metric: Callable,
     max_tokens: int,
     progress: str | None,
+    at: Bool[Tensor, "fact pos"] | None = None,
 ) -> Float[Tensor, "fact component"]:
-    """m(base run with the component's activation replaced) - m(base run), for each component alone."""
-    recorded = hooks.trace(model, base, pairs.attention_mask)
-    n = len(pairs)
-    read = pairs.read.to(recorded.inputs[0].device)
-    answers = targets(pairs)
+    """m(base run with the component's activation replaced) - m(base run), for each component alone.
+
+    at: the tokens at which it is replaced; by default all. Not at padding, which no token sees.
+    """
+    alone = [c for c, component in enumerate(components) if component.kind in ("neuron", "value")]
+    layers = sorted({components[c].layer for c in alone})
+    names = list(dict.fromkeys([*replacement, *neurons.sites(layers)]))
+    recorded, _ = hooks.record(model, base, pairs.attention_mask, names, keys=model.packed)
+    at = (pairs.attention_mask if at is None else at & pairs.attention_mask).to(model.device)
+    replacement = {
+        name: torch.where(at.reshape(*at.shape, *[1] * (new.ndim - 2)), new, recorded.site(name))
+        for name, new in replacement.items()
+    }
+    if alone and not neurons.adds_up(recorded, layers):
+        say_once(f"{model.name}: a neuron's part of its block's output is not known, so its MLP is run for each")
+        alone = []
+    others = sorted(set(range(len(components))) - set(alone))
+    read, answers = pairs.read.to(model.device), targets(pairs)
     with torch.no_grad():
         before = metric(hooks.unembed(model, hooks.gather(recorded.inputs[-1], read)), answers)
-    change = torch.zeros(n, len(components), dtype=before.dtype, device=before.device)
+    change = torch.zeros(len(pairs), len(components), dtype=before.dtype, device=before.device)
+    for members, cells in ((alone, neurons.rank_one), (others, _edited)):
+        if not members:
+            continue
+        begin, start = cells(recorded, [components[c] for c in members], replacement)
+        for some, logits in sweep(recorded, begin, start, read, max_tokens=max_tokens, progress=progress):
+            for c, cell_logits in zip(some, logits, strict=True):
+                change[:, members[c]] = metric(cell_logits, answers) - before
+    return change
+
+
+def _edited(
+    recorded: hooks.Trace, components: Sequence[Component], replacement: dict[str, Tensor]
+) -> tuple[list[int], Starter]:
+    """Cells of `sweeps.sweep`, one a component, that begin in its layer: their layers and rows."""
+    n = len(recorded)
 
     def start(some: list[int]) -> hooks.Start:
+        chosen = [components[c] for c in some]
         edits = {
-            name: replace_parts(
-                [components[c] for c in some], [name in hook_names(components[c]) for c in some], replacement[name], n
-            )
-            for name in dict.fromkeys(name for c in some for name in hook_names(components[c]))
+            name: replace_parts(chosen, [name in hook_names(c) for c in chosen], replacement[name], n)
+            for name in dict.fromkeys(name for c in chosen for name in hook_names(c))
         }
         return hooks.Start(torch.arange(n).repeat(len(some)), edits=edits)
 
-    layers = [component.layer for component in components]
-    for some, logits in sweep(recorded, layers, start, read, max_tokens=max_tokens, progress=progress):
-        for c, cell_logits in zip(some, logits, strict=True):
-            change[:, c] = metric(cell_logits, answers) - before
-    return change
+    return [component.layer for component in components], start
 
 
 def replace_parts(components: list[Component], applies: list[bool], replacement: Tensor, n: int) -> hooks.Edit:

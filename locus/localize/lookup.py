@@ -20,8 +20,7 @@ from torch import Tensor
 
 from locus import hooks
 from locus.components import Component, Components, site
-from locus.localize.interventions import activations, per_example, replace_parts, targets
-from locus.localize.tracing import last_subject
+from locus.localize.interventions import activations, last_subject, per_example, replace_parts, targets
 from locus.metrics import logit_difference
 from locus.scores import Scores
 from locus.sweeps import MAX_TOKENS, sweep

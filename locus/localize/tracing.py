@@ -15,7 +15,7 @@ from torch import Tensor
 
 from locus import hooks
 from locus.components import Components
-from locus.localize.interventions import targets
+from locus.localize.interventions import last_subject, targets
 from locus.metrics import probability
 from locus.sweeps import MAX_TOKENS, sweep
 
@@ -151,11 +151,6 @@ def causal_trace(
     )
     prompts = tuple(fact.prompt for fact in pairs.facts)
     return CausalTrace(effect, clean.cpu(), corrupted.cpu(), tokens, roles, kind, prompts)
-
-
-def last_subject(pairs: Any) -> Int[Tensor, " fact"]:
-    """Position of the last token of each subject."""
-    return (pairs.subject * torch.arange(1, pairs.subject.shape[1] + 1, device=pairs.subject.device)).argmax(1)
 
 
 def subject_noise(
