@@ -152,10 +152,8 @@ def components(model: Any, kind: str) -> Components:
     indices: Sequence[int | None] = [None] if kind in BLOCKS else range(per_layer)
     items = tuple(Component(layer, kind, i) for layer in range(model.cfg.n_layers) for i in indices)
     # All components of a kind in a layer own equally many entries, so one of them is measured.
-    sizes = torch.tensor(
-        [_size(model, Component(layer, kind, indices[0])) for layer in range(model.cfg.n_layers) for _ in indices],
-        dtype=torch.long,
-    )
+    sizes = torch.tensor([_size(model, Component(k, kind, indices[0])) for k in range(model.cfg.n_layers)])
+    sizes = sizes.repeat_interleave(len(indices))
     return Components(items, sizes, model.fingerprint)
 
 

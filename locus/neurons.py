@@ -1,15 +1,14 @@
 """Neurons replaced one at a time: a change of rank one after the MLP, so that no MLP is run for it.
 
-A neuron n adds a_n · W_out[n] to the output o of its MLP. Replacing a_n by a'_n adds δ = (a'_n - a_n) · W_out[n], and the
-residual stream that enters the next layer moves by δ; by N(o + δ) - N(o) where a norm N follows the MLP (olmo2,
+A neuron n adds a_n · W_out[n] to the output o of its MLP. Replacing a_n by a'_n adds δ = (a'_n - a_n) · W_out[n], and
+the residual stream that enters the next layer moves by δ; by N(o + δ) - N(o) where a norm N follows the MLP (olmo2,
 gemma). So each row begins at the next layer, or at the final norm.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from locus import hooks
