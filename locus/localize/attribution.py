@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locus import hooks
 from locus.components import Components
-from locus.localize.interventions import activations, hook_names, targets
+from locus.localize.interventions import activations, gathered, targets
 
 ENTRY = "blocks.0.hook_resid_pre"  # the embeddings, positions included
 
@@ -74,11 +74,7 @@ def summed(
         elif not name.endswith("hook_post"):  # a block: over d_model
             product = product.sum(-1, keepdim=True)
         sums[name] = product
-    columns = []
-    for component in components:
-        parts = [sums[name][:, component.index or 0] for name in hook_names(component)]
-        columns.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
-    return torch.stack(columns, dim=1)
+    return gathered(sums, components)
 
 
 def gradients_at(

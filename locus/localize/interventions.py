@@ -115,23 +115,35 @@ Places = list[tuple[str, list[int], Int[Tensor, " _"] | None]]
 def places(components: Iterable[Component]) -> Places:
     """Hook, which of the components act there, and their indices there (None for a whole block)."""
     components = list(components)
-    found: dict[tuple[str, str], list[int]] = {}
+    # Apart by kind: a neuron and its value vector are one activation, and both factors count.
+    together: dict[tuple[int, str], list[int]] = {}
     for c, component in enumerate(components):
-        for name in hook_names(component):
-            # Apart by kind: a neuron and its value vector are one activation, and both factors count.
-            found.setdefault((name, component.kind), []).append(c)
-    indices = [component.index for component in components]
-    return [
-        (name, members, None if indices[members[0]] is None else torch.tensor([indices[c] for c in members]))
-        for (name, _), members in found.items()
-    ]
+        together.setdefault((component.layer, component.kind), []).append(c)
+    found: Places = []
+    for members in together.values():
+        first = components[members[0]]
+        index = None if first.index is None else torch.tensor([components[c].index for c in members])
+        found += [(name, members, index) for name in hook_names(first)]
+    return found
+
+
+def gathered(
+    parts: dict[str, Float[Tensor, "fact index"]], components: Iterable[Component]
+) -> Float[Tensor, "fact component"]:
+    """Numbers by hook as a column a component, summed over its hooks."""
+    components = list(components)
+    first = next(iter(parts.values()))
+    columns = first.new_zeros(len(first), len(components))
+    for name, members, index in places(components):
+        columns[:, members] += parts[name] if index is None else parts[name][:, index.to(first.device)]
+    return columns
 
 
 def activations(
     model: Any, tokens: Tensor, attention_mask: Tensor, components: Components
 ) -> dict[str, Float[Tensor, "fact pos *part"]]:
     """The activations of all sites of some components; a router's flat axis is split into fact and position."""
-    names = sorted({name for component in components for name in hook_names(component)})
+    names = sorted({name for name, _, _ in places(components)})
     with torch.no_grad(), hooks.capture(model, names) as found:
         model.logits(tokens, attention_mask)
     return {name: act.reshape(*tokens.shape, *act.shape[-1:]) if act.ndim == 2 else act for name, act in found.items()}

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locus.components import Components, site
-from locus.localize.interventions import ALL_KINDS, activations
+from locus.components import Components
+from locus.localize.interventions import ALL_KINDS, activations, gathered
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class Activations:
             if not block:
                 layer = int(name.split(".")[1])
                 strength[name] = strength[name] * model.bridge.blocks[layer].mlp.W_out.norm(dim=-1)
-        columns = [strength[site(c)][:, c.index or 0] for c in components]
-        return torch.stack(columns, dim=1)
+        return gathered(strength, components)
 
 
 @dataclass(frozen=True)
