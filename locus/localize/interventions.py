@@ -144,7 +144,8 @@ def activations(
 ) -> dict[str, Float[Tensor, "fact pos *part"]]:
     """The activations of all sites of some components; a router's flat axis is split into fact and position."""
     names = sorted({name for name, _, _ in places(components)})
-    with torch.no_grad(), hooks.capture(model, names) as found:
+    nowhere = torch.zeros(len(tokens), 0, dtype=torch.long)  # no logits are needed
+    with torch.no_grad(), hooks.capture(model, names) as found, hooks.read_only(model, nowhere):
         model.logits(tokens, attention_mask)
     return {name: act.reshape(*tokens.shape, *act.shape[-1:]) if act.ndim == 2 else act for name, act in found.items()}
 

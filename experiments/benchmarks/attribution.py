@@ -1,0 +1,125 @@
+"""Attribution patching of heads and MLPs against TransformerLens': time, in turn in one run, and peak memory.
+
+    python experiments/benchmarks/attribution.py [--model smollm2] [--tokens 6 16 64] [--pairs 1 8] [--repeats 3]
+
+Same nodes, same prompts, same difference of logits at the last token. TransformerLens scores each position apart, so
+its scores are summed over positions. The third kind of row has the neurons too, which TransformerLens lacks: there
+locus does more than its peer. Memory is the peak resident set of a process that does nothing else, weights and
+libraries included, beside that of a process that only loads the model.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from knockouts import pairs_of
+from sweeps import timed
+from torch import Tensor
+from transformer_lens.tools.analysis.attribution_patching import attribution_patch
+
+import locus
+from locus.components import Components
+from locus.facts import ContrastPairs
+from locus.metrics import logit_difference
+
+KINDS = {"heads + MLPs": ("head", "mlp"), "heads + MLPs + neurons": ("head", "mlp", "neuron")}
+
+
+def drawn(model: Any, pairs: int, tokens: int) -> ContrastPairs:
+    generator = torch.Generator().manual_seed(0)
+    return pairs_of(*torch.randint(model.cfg.d_vocab, (2, pairs, tokens), generator=generator))
+
+
+def components(model: Any, kinds: tuple[str, ...]) -> Components:
+    first, *others = (model.components(kind) for kind in kinds)
+    return sum(others, start=first)
+
+
+def ours(model: Any, prompts: ContrastPairs, chosen: Components) -> Tensor:
+    """Scores [component], mean over the pairs."""
+    return locus.AttributionPatching().score(model, prompts, chosen, logit_difference, False).mean(0)
+
+
+def theirs(model: Any, prompts: ContrastPairs) -> Any:
+    with torch.enable_grad():
+        return attribution_patch(
+            model.bridge, prompts.clean, prompts.corrupted, lambda logits: logits[0, -1, 5] - logits[0, -1, 6]
+        )
+
+
+def summed(found: Any, chosen: Components) -> Tensor:
+    """TransformerLens' scores as ours: of each head and MLP, over its positions."""
+    sums: dict[tuple[int | None, int | None], float] = {}
+    for node, score in found.node_scores.items():
+        sums[node.layer, node.head] = sums.get((node.layer, node.head), 0.0) + score
+    return torch.tensor([sums[c.layer, c.index] for c in chosen if c.kind in ("head", "mlp")])
+
+
+def peak(side: str, model: str, pairs: int, tokens: int) -> float:
+    """Peak resident set in MB of this script in a process of its own."""
+    command = [sys.executable, __file__, "--model", model, "--alone", side, str(pairs), str(tokens)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def alone(side: str, name: str, pairs: int, tokens: int) -> None:
+    """What a process that measures its own memory does; prints its peak in MB."""
+    model = locus.load(name, quiet=True)
+    prompts = drawn(model, pairs, tokens)
+    if side in KINDS:
+        ours(model, prompts, components(model, KINDS[side]))
+    elif side == "theirs":
+        theirs(model, prompts)
+    # Not getrusage: its peak is inherited from the process that started this one.
+    print(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024)
+
+
+def compare(model: Any, options: argparse.Namespace, pairs: int, tokens: int) -> list[str]:
+    prompts, lines = drawn(model, pairs, tokens), []
+    chosen = {kind: components(model, kinds) for kind, kinds in KINDS.items()}
+    seconds: dict[str, list[float]] = {side: [] for side in (*KINDS, "theirs")}
+    timed(ours, model, prompts, chosen["heads + MLPs"])  # the first pass of a process is slower
+    for _ in range(options.repeats):
+        for kind in KINDS:
+            took, scores = timed(ours, model, prompts, chosen[kind])
+            seconds[kind].append(took)
+        took, found = timed(theirs, model, prompts)
+        seconds["theirs"].append(took)
+    model.bridge.zero_grad(set_to_none=True)
+    expected = summed(found, chosen["heads + MLPs"])
+    gap = float((scores[: len(expected)] - expected).abs().max() / expected.abs().max())
+    memory = {side: peak(side, options.model, pairs, tokens) for side in (*KINDS, "theirs", "nothing")}
+    for kind in KINDS:
+        ratios = [b / a for a, b in zip(seconds[kind], seconds["theirs"], strict=True)]
+        lines.append(
+            f"attribution patching, {kind}, {tokens} tokens, {pairs} pair{'s' * (pairs > 1)}   locus "
+            f"{statistics.median(seconds[kind]):6.2f} s   TransformerLens {statistics.median(seconds['theirs']):6.2f} s"
+            f"   ratio {statistics.median(ratios):5.1f} ({min(ratios):.1f} to {max(ratios):.1f})   peak "
+            f"{memory[kind]:.0f} of {memory['theirs']:.0f} MB: {memory[kind] / memory['theirs']:.2f}, loading alone "
+            f"{memory['nothing']:.0f}, largest relative difference {gap:.1e}"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[6, 16, 64])
+    parser.add_argument("--pairs", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--alone", nargs=3, metavar=("SIDE", "PAIRS", "TOKENS"), help="measure one side's memory")
+    options = parser.parse_args()
+    if options.alone:
+        side, pairs, tokens = options.alone
+        return alone(side, options.model, int(pairs), int(tokens))
+    model = locus.load(options.model, quiet=True)
+    for pairs in options.pairs:
+        for tokens in options.tokens:
+            print("\n".join(compare(model, options, pairs, tokens)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
