@@ -1,6 +1,5 @@
 """Cells of a patching sweep: from TransformerLens' setters and indices to the rows of `locus.sweeps`."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 import transformer_lens.utilities as tl_utilities
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from locus import hooks
 from locus.reads import positions_read
@@ -63,11 +61,7 @@ class Cells:
         values = torch.zeros(len(base), len(self.cells), *base.shape[1:], dtype=base.dtype, device=base.device)
         key = (logits, base, *(clean[name] for name in names if resume), self.cells, self.activation_name)
         kept = Partial(resume, values, (*key, self.window, self.max_tokens, str(seed)))
-        if self.model.fast:
-            self._sweep(recorded, clean, setter, evaluate, logits, kept, progress)
-        else:
-            say_once(f"{self.model.name} cannot be continued from an inner layer: one whole forward pass a cell")
-            self._one_by_one(clean, setter, evaluate, kept, progress)
+        self._sweep(recorded, clean, setter, evaluate, logits, kept, progress)
         kept.save()
         return kept.values, base
 
@@ -81,7 +75,7 @@ class Cells:
         kept: Partial,
         progress: bool,
     ) -> None:
-        if recorded.keys is None:
+        if recorded.keys is None and self.model.fast:
             say_once(f"{self.model.name} cannot leave out the positions before a patch: whole rows are computed")
         read = positions_read(evaluate, logits)
         seen = torch.full_like(logits, float("nan"))
@@ -116,15 +110,6 @@ class Cells:
             )
 
         return edit
-
-    def _one_by_one(
-        self, clean: Any, setter: Setter, evaluate: Callable[[Tensor], Tensor], kept: Partial, progress: bool
-    ) -> None:
-        for cell in tqdm(range(len(self.cells)), disable=not progress, file=sys.stderr, leave=False):
-            names = {layer: self.name(layer) for layer in self.layers(cell)}
-            edits = [(name, self._edit(layer, [cell], clean[name], setter)) for layer, name in names.items()]
-            with torch.no_grad(), hooks.edits(self.model, edits):
-                kept.put(cell, evaluate(self.model.logits(self.tokens, self.attention_mask)))
 
 
 def _source(recorded: hooks.Trace, clean_cache: Any, names: list[str], attention_mask: Tensor | None, seed: int) -> Any:

@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from locus.hooks import Start, record, unembed
+from locus.hooks import Start, record, unembed_normed
 
 
 def continues(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
     """Whether the run of a batch can be continued from its trace to the same logits."""
     recorded, logits = record(model, tokens)
     with torch.no_grad():
-        again = unembed(model, recorded.inputs[-1])
+        again = unembed_normed(model, model.bridge.ln_final(recorded.inputs[-1]))
     return bool(((again - logits).abs().max() <= 1e-3 * max(1.0, float(logits.abs().max()))).item())
 
 

@@ -178,6 +178,7 @@ class Trace:
         calls: the other arguments of each block.
         keys: of this run, where rows of `grow` compute only positions from their first change on (see `checked.packs`).
         sites: activations of this run at other hooks, by name; filled when they are first asked for.
+        prompts: tokens and attention mask of this run, for models that cannot be continued.
     """
 
     model: Any
@@ -185,6 +186,7 @@ class Trace:
     calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
     keys: Keys | None = None
     sites: dict[str, Tensor] = field(default_factory=dict)
+    prompts: tuple[Tensor, Tensor | None] | None = None
 
     def __len__(self) -> int:
         return self.inputs[0].shape[0]
@@ -461,7 +463,8 @@ def record(
         for handle in handles:
             handle.remove()
     complete = len(found_keys.found) == len(blocks)
-    return Trace(model, tuple(inputs), tuple(calls), found_keys if complete else None, dict(found)), logits
+    keys_found = found_keys if complete else None
+    return Trace(model, tuple(inputs), tuple(calls), keys_found, dict(found), (tokens, attention_mask)), logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -491,7 +494,16 @@ def prefix(
 
 
 def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
-    """Final norm, unembedding and the model's soft cap of logits, if it has one."""
+    """Final norm, unembedding and the model's soft cap of logits, if it has one.
+
+    Raises:
+        ValueError: that is not how the model makes its logits.
+    """
+    if not model.fast:
+        raise ValueError(
+            f"{model.name} makes its logits in another way than by final norm and unembedding, so they cannot be "
+            "computed from its residual stream; take a method of whole forward passes, such as Knockout"
+        )
     return unembed_normed(model, model.bridge.ln_final(residual))
 
 

@@ -340,8 +340,8 @@ def _hooked(model: Any) -> Any:
         return model
     adopted = _Adopted(model)
     probe = torch.arange(16, device=model.cfg.device).reshape(2, 8)
-    fast = continues(adopted, probe)
-    return replace(adopted, fast=fast, packed=fast and packs(adopted, probe))
+    adopted = replace(adopted, fast=continues(adopted, probe))
+    return replace(adopted, packed=adopted.fast and packs(adopted, probe))
 
 
 def _pos_axis(index_df: pd.DataFrame) -> int:

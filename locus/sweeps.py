@@ -55,12 +55,16 @@ def sweep(
     """
     batch, positions = recorded.inputs[0].shape[:2]
     done = frozenset(done)
+    if not recorded.model.fast:
+        say_once(f"{recorded.model.name} cannot be continued from an inner layer: one whole forward pass a cell")
+        yield from _one_by_one(recorded, layers, start, read, progress, done)
+        return
     with torch.no_grad():
         first = _first_changes(recorded, layers, start, max_tokens)
     tokens = (positions - first).sum(1)
     together = max(1, max_tokens // (8 * read.numel()))  # logits are large: those of a few cells at a time
     passes = [p for p in _passes(layers, first, positions, max_tokens) if not done.issuperset(p)]
-    unchanged = [cell for cell in (tokens == 0).nonzero().flatten().tolist() if cell not in done]
+    same = [cell for cell in (tokens == 0).nonzero().flatten().tolist() if cell not in done]
     work = tokens.cpu() * (len(recorded.calls) - torch.tensor(layers))
     if progress and len(passes) > 1:
         _announce(recorded, progress, sum(map(len, passes)), len(passes), int(work[sum(passes, [])].sum()), max_tokens)
@@ -69,15 +73,52 @@ def sweep(
         total=int(work.sum()), desc=progress, disable=progress is None, file=sys.stderr, leave=False, bar_format=form
     )
     with bar, torch.no_grad():
-        if unchanged:
-            base = hooks.unembed(recorded.model, hooks.gather(recorded.inputs[-1], read.to(first.device)))
-            for some in _batches(unchanged, together):
+        if same:
+            base = unchanged(recorded, read)
+            for some in _batches(same, together):
                 yield some, base.expand(len(some), *base.shape)
         for cells in passes:
             residual = recorded.grown(_starts(cells, layers, start, first), read).unflatten(0, (len(cells), batch))
             for some, part in zip(_batches(cells, together), residual.split(together), strict=True):
                 yield some, hooks.unembed(recorded.model, part)
             bar.update(int(work[cells].sum()))
+
+
+def unchanged(recorded: hooks.Trace, read: Int[Tensor, "batch read"]) -> Float[Tensor, "batch read d_vocab"]:
+    """The logits of the run that is intervened on."""
+    with torch.no_grad():
+        if recorded.model.fast:
+            return hooks.unembed(recorded.model, hooks.gather(recorded.inputs[-1], read.to(recorded.inputs[0].device)))
+        return _whole(recorded, read, [])
+
+
+def _whole(
+    recorded: hooks.Trace, read: Int[Tensor, "batch read"], edits: Iterable[tuple[str, hooks.Edit]]
+) -> Float[Tensor, "batch read d_vocab"]:
+    """A whole forward pass from the recorded embeddings on."""
+    assert recorded.prompts is not None
+    entry = ("blocks.0.hook_resid_pre", lambda _: recorded.inputs[0])
+    with hooks.edits(recorded.model, [entry, *edits]), hooks.read_only(recorded.model, read):
+        return recorded.model.logits(*recorded.prompts)
+
+
+def _one_by_one(
+    recorded: hooks.Trace,
+    layers: Sequence[int],
+    start: Starter,
+    read: Int[Tensor, "batch read"],
+    progress: str | None,
+    done: Collection[int],
+) -> Iterator[tuple[list[int], Float[Tensor, "cell batch read d_vocab"]]]:
+    """The slow way of `sweep`, which every model takes."""
+    left = [cell for cell in range(len(layers)) if cell not in done]
+    for cell in tqdm(left, desc=progress, disable=progress is None, file=sys.stderr, leave=False):
+        begun, layer = start([cell]), layers[cell]
+        name = "ln_final.hook_in" if layer == len(recorded.calls) else f"blocks.{layer}.hook_resid_pre"
+        enter = [(name, begun.enter)] if begun.enter else []
+        with torch.no_grad():
+            logits = _whole(recorded, read, [*enter, *begun.edits.items()])
+        yield [cell], logits[None]
 
 
 def ablated(

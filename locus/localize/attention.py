@@ -13,7 +13,7 @@ from locus import hooks
 from locus.components import Components
 from locus.localize.interventions import targets
 from locus.metrics import probability
-from locus.sweeps import MAX_TOKENS, sweep
+from locus.sweeps import MAX_TOKENS, sweep, unchanged
 
 SOURCES = ("subject", "other", "last")
 
@@ -52,8 +52,7 @@ class AttentionKnockout:
         blocked = edges(pairs, self.source).to(model.device)
         recorded = hooks.trace(model, pairs.clean, pairs.attention_mask)
         n, read, answers = len(pairs), pairs.read.to(model.device), targets(pairs)
-        with torch.no_grad():
-            clean = metric(hooks.unembed(model, hooks.gather(recorded.inputs[-1], read)), answers)
+        clean = metric(unchanged(recorded, read), answers)
         places = [self._layers(model, c.kind, c.layer) for c in components]
         heads = [c.index for c in components]
         lost = clean.new_zeros(n, len(components))

@@ -12,7 +12,7 @@ from torch import Tensor
 from locus import hooks, neurons
 from locus.components import Component, Components, site
 from locus.metrics import Targets
-from locus.sweeps import MAX_TOKENS, Starter, ablated, say_once, sweep
+from locus.sweeps import MAX_TOKENS, Starter, ablated, say_once, sweep, unchanged
 
 ALL_KINDS = ("head", "kv", "neuron", "value", "mlp", "attn", "expert")
 POSITIONS = ("all", "subject", "last subject", "last")
@@ -200,8 +200,7 @@ def intervene(
         alone = []
     others = sorted(set(range(len(components))) - set(alone))
     read, answers = pairs.read.to(model.device), targets(pairs)
-    with torch.no_grad():
-        before = metric(hooks.unembed(model, hooks.gather(recorded.inputs[-1], read)), answers)
+    before = metric(unchanged(recorded, read), answers)
     change = torch.zeros(len(pairs), len(components), dtype=before.dtype, device=before.device)
     for members, cells in ((alone, neurons.rank_one), (others, _edited)):
         if not members:

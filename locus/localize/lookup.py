@@ -23,7 +23,7 @@ from locus.components import Component, Components, site
 from locus.localize.interventions import activations, last_subject, per_example, replace_parts, targets
 from locus.metrics import logit_difference
 from locus.scores import Scores
-from locus.sweeps import MAX_TOKENS, sweep
+from locus.sweeps import MAX_TOKENS, sweep, unchanged
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ class FactLookup:
         source = activations(model, pairs.corrupted, pairs.attention_mask, chosen)
         recorded = hooks.trace(model, pairs.clean, pairs.attention_mask)
         n, read, answers = len(pairs), pairs.read.to(model.device), targets(pairs)
-        with torch.no_grad():
-            clean = metric(hooks.unembed(model, hooks.gather(recorded.inputs[-1], read)), answers)
+        clean = metric(unchanged(recorded, read), answers)
         effects = clean.new_zeros(n, len(senders))
 
         def start(some: list[int]) -> hooks.Start:

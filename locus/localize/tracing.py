@@ -17,7 +17,7 @@ from locus import hooks
 from locus.components import Components
 from locus.localize.interventions import last_subject, targets
 from locus.metrics import probability
-from locus.sweeps import MAX_TOKENS, sweep
+from locus.sweeps import MAX_TOKENS, sweep, unchanged
 
 SITES = {"resid": "hook_resid_post", "mlp": "hook_mlp_out", "attn": "hook_attn_out"}
 
@@ -206,13 +206,12 @@ def _restored_some(
     names = list(dict.fromkeys(name for cell in cells for name in cell.hooks))
     with torch.no_grad(), hooks.capture(model, names) as states:
         whole = hooks.trace(model, pairs.clean, pairs.attention_mask)
-        clean = metric(hooks.unembed(model, hooks.gather(whole.inputs[-1], read)), answers)
+        clean = metric(unchanged(whole, read), answers)
     many = pairs[torch.arange(n).repeat_interleave(samples)]
     with hooks.edits(model, [("hook_embed", lambda embedded: embedded + noise.flatten(0, 1))]):
         noised = hooks.trace(model, many.clean, many.attention_mask)
     answers, read = targets(many), many.read.to(model.device)
-    with torch.no_grad():
-        corrupted = metric(hooks.unembed(model, hooks.gather(noised.inputs[-1], read)), answers)
+    corrupted = metric(unchanged(noised, read), answers)
     restored = corrupted.new_zeros(n, len(cells))
 
     def start(some: list[int]) -> hooks.Start:
