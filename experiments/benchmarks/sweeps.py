@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, nargs="*", help="prompt lengths; default those of each sweep")
-    parser.add_argument("--pairs", type=int, nargs="*", default=[1])
+    parser.add_argument("--pairs", type=int, nargs="*", help="default one, and eight for residual sweeps of 6 tokens")
     parser.add_argument("--sweeps", nargs="*", default=[name for name, _ in CASES])
     parser.add_argument("--prompts", nargs="*", default=["apart", "subject"])
     parser.add_argument("--repeats", type=int, default=3)
@@ -106,7 +106,7 @@ def main() -> None:
     model = locus.load(options.model)
     for sweep, lengths in CASES:
         for tokens in options.tokens or lengths:
-            for pairs in options.pairs:
+            for pairs in options.pairs or ((1, 8) if (sweep, tokens) == ("resid_pre", 6) else (1,)):
                 for kind in options.prompts:
                     if sweep in options.sweeps:
                         print(compare(model, sweep, kind, pairs, tokens, options.repeats, options.sample), flush=True)
