@@ -135,6 +135,19 @@ def test_batches_of_pairs_do_not_change_attribution(llama):
     assert (whole - parts).abs().max() < 1e-9
 
 
+def test_attribution_takes_two_passes_forward_and_one_back(llama):
+    """Without gradients of parameters, and with logits where they are read only."""
+    pairs, unembedded = contrast_pairs(), []
+    handle = llama.bridge.unembed.register_forward_hook(lambda _, args, logits: unembedded.append(logits.shape[1]))
+    try:
+        with hooks.passes(llama, 6) as passes:
+            AttributionPatching().score(llama, pairs, llama.components("neuron"), logit_difference, False)
+    finally:
+        handle.remove()
+    assert passes.forward == pytest.approx(2 * 3) and passes.backward == pytest.approx(3)
+    assert sorted(unembedded) == [0, 2] and all(p.grad is None for p in llama.weights.values())
+
+
 @pytest.mark.parametrize("name", LOCALIZERS)
 def test_every_localizer_keeps_its_promises(llama, name):
     method, pairs = localizers()[name], contrast_pairs()
