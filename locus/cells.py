@@ -11,9 +11,9 @@ import torch
 import transformer_lens.utilities as tl_utilities
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from locus import hooks
+from locus.progress import tqdm
 from locus.reads import positions_read
 from locus.resume import Partial
 from locus.sweeps import ablated, sweep

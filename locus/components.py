@@ -36,6 +36,23 @@ LABELS = {
     "attn": "ATTN",
     "expert": "E",
 }
+MEANING = {
+    "head": "the output of one attention head before the output projection, index on the third axis",
+    "kv": "the keys and values that the query heads of one group read; hook_k as well",
+    "neuron": "one hidden unit of the MLP after the nonlinearity, with its input, gate and output weights",
+    "value": "the same unit with its output weights only, the value vector that it adds to the residual stream",
+    "mlp": "the whole MLP, as it is added to the residual stream",
+    "attn": "the whole attention block, as it is added to the residual stream",
+    "expert": "one expert of a mixture, by its router weight",
+}
+# Hooks of a block that belong to no component, as `locus.patching` names them.
+STREAM = {
+    "hook_resid_pre": "the residual stream before the block [batch, pos, d_model]",
+    "hook_resid_mid": "between attention and MLP [batch, pos, d_model]",
+    "hook_resid_post": "after the block [batch, pos, d_model]",
+    "attn.hook_q": "queries [batch, pos, head, d_head]; hook_k and hook_v have one entry a key/value group",
+    "attn.hook_pattern": "attention after the softmax [batch, head, query, key]",
+}
 BLOCKS = ("mlp", "attn")
 _LABEL = re.compile(r"L(\d+)(MLP|ATTN|KV|H|N|V|E)(\d+)?")
 

@@ -19,7 +19,7 @@ for name in sys.argv[1:]:
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
             for output in cell.outputs:
                 if "image/svg+xml" in output.get("data", {}):
-                    del output.data["text/html"]
+                    output.data.pop("text/html", None)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

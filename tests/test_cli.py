@@ -1,8 +1,13 @@
 """The command line: exit codes, one clear line for a mistake, and the commands really run."""
 
+import re
 import resource
+import shlex
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import get_args
 
 import pandas as pd
@@ -12,6 +17,9 @@ from small import facts, model
 import locus
 from locus import cli
 from locus.localize import METHODS, name_of
+
+# What a log or a pipe should not hold: escapes, carriage returns, boxes and bars.
+CONTROLS = re.compile("[\x1b\r\u2500-\u259f]")
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -34,7 +42,8 @@ def test_help_is_quick_and_shows_an_example_of_each():
     )
     assert done.returncode == 0 and done.stderr == ""
     # Processor time: the clock on the wall measures who else is at work.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 10
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1.5
+    assert "The loop: model + facts" in done.stdout and not CONTROLS.search(done.stdout)
     for command in ("compare", "study", "inj", "localize", "unlearn", "sites", "report", "fetch"):
         assert command in done.stdout
     assert done.stdout.count("Example:") == 8
@@ -58,20 +67,66 @@ def test_mistakes_are_one_line_with_the_way_out(tmp_path, capsys):
         assert "Traceback" not in err
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["compare", "study", "inj", "sites", "localize"])
+def test_ctrl_c_says_how_to_go_on(command, monkeypatch, capsys):
     def stop(name):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_load", stop)
-    code, _, err = run(capsys, "compare", "--seeds", "0")
-    assert code == 130 and "the same command goes on: locus compare --seeds 0" in err
-    code, _, err = run(capsys, "sites", "tiny")
-    assert code == 130 and "goes on" not in err
+    words = (command,) if command in ("sites", "localize") else (command, "--out", "my run")
+    code, _, err = run(capsys, *words)
+    assert code == 130
+    assert ("the same command goes on: locus " in err) == (command in ("compare", "study", "inj"))
+    assert f"goes on: locus {command} --out 'my run'" in err or "Nothing was kept" in err
+
+
+SMALL = """
+import sys
+from small import facts, model
+from locus import cli
+cli._load, cli._facts = lambda name: model(), lambda name, of: (facts(), None)
+sys.exit(cli.main())
+"""
+
+
+def test_a_study_that_was_interrupted_goes_on_to_the_same_table(small, capsys, tmp_path):
+    """SIGINT as a terminal sends it; then the very command that was said."""
+    words = "compare --seeds 0 1 --draws 2 --steps 12 --forget 4 --methods attribution-patching --budget 0.1".split()
+    stopped, whole = tmp_path / "stopped run", tmp_path / "whole"
+    command = [sys.executable, "-c", SMALL, *words, "--out", str(stopped)]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while process.poll() is None and len(list(stopped.glob("runs/*.json"))) < 3:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and not CONTROLS.search(out + err), err
+    assert not (stopped / "table.csv").exists()
+    made = {path.name: path.stat().st_mtime_ns for path in stopped.glob("runs/*.json")}
+    again = shlex.split(err.split("goes on: locus ")[1])
+    assert run(capsys, *again)[0] == 0 and run(capsys, *words, "--out", str(whole))[0] == 0
+    assert {name: (stopped / "runs" / name).stat().st_mtime_ns for name in made} == made
+    pd.testing.assert_frame_equal(pd.read_csv(stopped / "table.csv"), pd.read_csv(whole / "table.csv"))
+
+
+def test_long_work_in_a_log_is_plain_lines(monkeypatch, capsys):
+    from locus import progress
+
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    for _ in progress.tqdm(range(4), desc="patching", unit="cell", leave=True):
+        time.sleep(0.02)
+    with progress.tqdm(total=9, disable=True) as bar:
+        bar.update()
+    err = capsys.readouterr().err
+    assert "patching: 75%; about 0 s left\n" in err and not CONTROLS.search(err) and err.count("\n") <= 4
 
 
 def test_sites(small, capsys):
     code, out, _ = run(capsys, "sites", "tiny")
-    assert code == 0 and "hook     blocks.0.mlp.hook_post" in out and "model.layers.0.mlp.down_proj.weight" in out
+    assert code == 0 and "hook     blocks.LAYER.mlp.hook_post [batch, pos, 48]" in out
+    assert "model.layers.0.mlp.down_proj.weight" in out and "the value vector that it adds" in out
+    assert "blocks.LAYER.hook_resid_pre " in out
     assert "expert: none" in out
 
 
@@ -133,10 +188,18 @@ def test_mistakes_are_refused_before_any_work(monkeypatch, capsys, tmp_path):
         assert code == 2 and out == "" and said in err and err.count("\n") == 1, words
 
 
+def test_what_fails_for_no_mistake_exits_with_1(monkeypatch, capsys):
+    def full(name):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(cli, "_load", full)
+    assert run(capsys, "sites") == (1, "", "locus: No space left on device\n")
+
+
 def test_a_diverged_update_is_not_saved(small, capsys, tmp_path):
     edit = tmp_path / "edit"
     code, _, err = run(capsys, *"unlearn tiny --forget 4 --steps 5 --lr 1e20 --budget 0.2 --out".split(), str(edit))
-    assert code == 2 and "diverged" in err and "smaller --lr" in err and not edit.exists()
+    assert code == 1 and "diverged" in err and "smaller --lr" in err and not edit.exists()
 
 
 def test_compare_and_report(small, capsys, tmp_path):
