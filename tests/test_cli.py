@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -15,8 +16,9 @@ import pytest
 from small import facts, model
 
 import locus
-from locus import cli
-from locus.localize import METHODS, name_of
+from locus import cli, plans
+from locus.localize import METHODS, AttributionPatching, name_of
+from locus.runs import Plan
 
 # What a log or a pipe should not hold: escapes, carriage returns, boxes and bars.
 CONTROLS = re.compile("[\x1b\r\u2500-\u259f]")
@@ -28,11 +30,23 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     return code, said.out, said.err
 
 
+def shrink(put=setattr) -> None:
+    """The commands on the small model instead of a built-in one."""
+    put(cli, "_load", lambda name: model())
+    put(cli, "_facts", lambda name, of: (facts(), None))
+
+
+def shrink_study(put=setattr) -> None:
+    """And a study of ten runs or so."""
+    shrink(put)
+    rates = (("masked", (1e-2,)), ("kind", (1e-2,)), ("all", (1e-3,)))
+    plan = Plan((AttributionPatching(),), rates=rates, extend=0, draws=1, seeds=(0,), steps=4, forget=4, scan_seeds=0)
+    put(plans, "comparison_plan", lambda model, full: plan)
+
+
 @pytest.fixture
 def small(monkeypatch):
-    """The commands on the small model instead of a built-in one."""
-    monkeypatch.setattr(cli, "_load", lambda name: model())
-    monkeypatch.setattr(cli, "_facts", lambda name, of: (facts(), None))
+    shrink(monkeypatch.setattr)
 
 
 def test_help_is_quick_and_shows_an_example_of_each():
@@ -80,20 +94,13 @@ def test_ctrl_c_says_how_to_go_on(command, monkeypatch, capsys):
     assert f"goes on: locus {command} --out 'my run'" in err or "Nothing was kept" in err
 
 
-SMALL = """
-import sys
-from small import facts, model
-from locus import cli
-cli._load, cli._facts = lambda name: model(), lambda name, of: (facts(), None)
-sys.exit(cli.main())
-"""
-
-
-def test_a_study_that_was_interrupted_goes_on_to_the_same_table(small, capsys, tmp_path):
+def test_a_study_that_was_interrupted_goes_on_to_the_same_table(monkeypatch, capsys, tmp_path):
     """SIGINT as a terminal sends it; then the very command that was said."""
-    words = "compare --seeds 0 1 --draws 2 --steps 12 --forget 4 --methods attribution-patching --budget 0.1".split()
+    shrink_study(monkeypatch.setattr)
+    monkeypatch.setattr(import_module("locus.report"), "report", str)  # takes longer than the study
     stopped, whole = tmp_path / "stopped run", tmp_path / "whole"
-    command = [sys.executable, "-c", SMALL, *words, "--out", str(stopped)]
+    script = "import sys; from test_cli import cli, shrink_study; shrink_study(); sys.exit(cli.main())"
+    command = [sys.executable, "-c", script, "compare", "--budget", "0.1", "--out", str(stopped)]
     with subprocess.Popen(
         command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -105,7 +112,7 @@ def test_a_study_that_was_interrupted_goes_on_to_the_same_table(small, capsys, t
     assert not (stopped / "table.csv").exists()
     made = {path.name: path.stat().st_mtime_ns for path in stopped.glob("runs/*.json")}
     again = shlex.split(err.split("goes on: locus ")[1])
-    assert run(capsys, *again)[0] == 0 and run(capsys, *words, "--out", str(whole))[0] == 0
+    assert run(capsys, *again)[0] == 0 and run(capsys, "compare", "--budget", "0.1", "--out", str(whole))[0] == 0
     assert {name: (stopped / "runs" / name).stat().st_mtime_ns for name in made} == made
     pd.testing.assert_frame_equal(pd.read_csv(stopped / "table.csv"), pd.read_csv(whole / "table.csv"))
 
@@ -202,7 +209,8 @@ def test_a_diverged_update_is_not_saved(small, capsys, tmp_path):
     assert code == 1 and "diverged" in err and "smaller --lr" in err and not edit.exists()
 
 
-def test_compare_and_report(small, capsys, tmp_path):
+def test_compare_and_report(monkeypatch, capsys, tmp_path):
+    shrink_study(monkeypatch.setattr)
     words = "compare --seeds 0 1 --draws 2 --steps 4 --forget 4 --methods attribution-patching --budget 0.1".split()
     code, out, err = run(capsys, *words, "--out", str(tmp_path / "run"))
     assert code == 0 and "Report: " in out and (tmp_path / "run" / "report.html").stat().st_size > 1000
