@@ -9,7 +9,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if not (sys.stdout.isatty() and sys.stderr.isatty()):
     os.environ["PYTHON_TYRO_UTF8_BOXES"] = "False"  # plain text in a pipe or a file; tyro reads it when it is imported
@@ -95,35 +95,9 @@ def sites(model: Positional[Model] = "tiny", /) -> None:
 
     Example: locus sites smollm2
     """
-    import torch
+    from locus.components import describe
 
-    from locus import components as c
-    from locus import hooks
-
-    loaded = _load(model)
-    cfg = loaded.cfg
-    print(f"{loaded.name}: {cfg.n_layers} layers, {sum(w.numel() for w in loaded.weights.values()):,} parameters")
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=loaded.device)
-    for kind in get_args(Kind):
-        try:
-            components = loaded.components(kind)
-        except ValueError as error:
-            print(f"\n{kind}: none ({error})")
-            continue
-        first = components[0]
-        acts_at = c.site(first)
-        with torch.no_grad(), hooks.capture(loaded, [acts_at]) as found:
-            loaded.logits(tokens)
-        axes = ", ".join(["batch", "pos", *map(str, found[acts_at].shape[2:])])
-        print(f"\n{kind}: {len(components):,}, {components.labels[0]} … {components.labels[-1]}: {c.MEANING[kind]}")
-        print(f"  hook     {acts_at.replace('blocks.0', 'blocks.LAYER')} [{axes}]")
-        for name, index in c.slices(loaded, first).items():
-            weight = loaded.weights[name]
-            print(f"  weights  {name} {tuple(weight.shape)}: {weight[index].numel():,} parameters of {first}")
-    print("\nOther hooks of a block, for locus.patching:")
-    for name, meaning in c.STREAM.items():
-        if f"blocks.0.{name}" in loaded.bridge.hook_dict:
-            print(f"  blocks.LAYER.{name:18} {meaning}")
+    print(describe(_load(model)))
 
 
 def localize(

@@ -194,6 +194,37 @@ def slices(model: Any, component: Component) -> dict[str, tuple[Any, ...]]:
     return _slices(model, component.layer, component.kind, [component.index or 0])
 
 
+def describe(model: Any) -> str:
+    """What can be located and edited in a model: every kind of component, its hook, shape, weights and meaning."""
+    from locus import hooks  # which needs this module
+
+    lines = [
+        f"{model.name}: {model.cfg.n_layers} layers, {sum(w.numel() for w in model.weights.values()):,} parameters"
+    ]
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    for kind, meaning in MEANING.items():
+        if not counts(model).get(kind):
+            lines.append(f"\n{kind}: none")
+            continue
+        found = components(model, kind)
+        with torch.no_grad(), hooks.capture(model, [site(found[0])]) as held:
+            model.logits(tokens)
+        activation = held[site(found[0])]
+        whole = len(activation) == 1  # a router's axis is flat
+        axes = ["batch, pos", *activation.shape[2:]] if whole else ["batch * pos", *activation.shape[1:]]
+        lines += [
+            f"\n{kind}: {len(found):,}, {found[0]} … {found[-1]}: {meaning}",
+            f"  hook     {site(found[0]).replace('blocks.0', 'blocks.LAYER')} [{', '.join(map(str, axes))}]",
+        ]
+        for name, index in slices(model, found[0]).items():
+            weight = model.weights[name]
+            lines.append(f"  weights  {name} {tuple(weight.shape)}: {weight[index].numel():,} parameters of {found[0]}")
+    lines.append("\nOther hooks of a block, for locus.patching:")
+    known = model.bridge.hook_dict
+    lines += [f"  blocks.LAYER.{name:18} {meaning}" for name, meaning in STREAM.items() if f"blocks.0.{name}" in known]
+    return "\n".join(lines)
+
+
 def parameter_mask(
     model: Any, components: Components, selected: Bool[Tensor, " component"]
 ) -> dict[str, Bool[Tensor, "..."]]:
