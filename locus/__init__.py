@@ -1,84 +1,39 @@
-"""locus: locate knowledge in a language model, edit only what you located, and measure whether locating helped."""
+"""locus: locate knowledge in a language model, edit only what you located, and measure whether locating helped.
 
-from locus import attacks as attacks
-from locus import circuits as circuits
-from locus import facts as facts
-from locus import patching as patching
-from locus import view as view
-from locus.attacks import attack as attack
-from locus.attacks import relearn as relearn
-from locus.circuits import circuit as circuit
-from locus.circuits import faithfulness as faithfulness
-from locus.circuits import save_circuit as save_circuit
-from locus.components import Component as Component
-from locus.components import Components as Components
-from locus.edges import Edge as Edge
-from locus.edges import Edges as Edges
-from locus.edges import EdgeScores as EdgeScores
-from locus.evaluate import Evaluation as Evaluation
-from locus.evaluate import drift as drift
-from locus.evaluate import evaluate as evaluate
-from locus.localize import EAP as EAP
-from locus.localize import SNIP as SNIP
-from locus.localize import WAGLE as WAGLE
-from locus.localize import ActivationPatching as ActivationPatching
-from locus.localize import Activations as Activations
-from locus.localize import AtPStar as AtPStar
-from locus.localize import AttentionKnockout as AttentionKnockout
-from locus.localize import AttributionPatching as AttributionPatching
-from locus.localize import CausalTracing as CausalTracing
-from locus.localize import DirectLogits as DirectLogits
-from locus.localize import FactLookup as FactLookup
-from locus.localize import Fisher as Fisher
-from locus.localize import GradientSaliency as GradientSaliency
-from locus.localize import HardConcrete as HardConcrete
-from locus.localize import IntegratedGradients as IntegratedGradients
-from locus.localize import Knockout as Knockout
-from locus.localize import KnowledgeNeurons as KnowledgeNeurons
-from locus.localize import Magnitude as Magnitude
-from locus.localize import MeanRank as MeanRank
-from locus.localize import MemFlex as MemFlex
-from locus.localize import PathPatching as PathPatching
-from locus.localize import Probing as Probing
-from locus.localize import Random as Random
-from locus.localize import RelP as RelP
-from locus.localize import Slimming as Slimming
-from locus.localize import Wanda as Wanda
-from locus.localize import attention_curve as attention_curve
-from locus.localize import causal_trace as causal_trace
-from locus.localize import fact_lookup as fact_lookup
-from locus.localize import localize as localize
-from locus.localize import localize_edges as localize_edges
-from locus.localize import localize_weights as localize_weights
-from locus.localize import logit_lens as logit_lens
-from locus.localize import logit_sum as logit_sum
-from locus.localize import path_patch as path_patch
-from locus.localize import probe_curve as probe_curve
-from locus.masks import Mask as Mask
-from locus.masks import ParameterMask as ParameterMask
-from locus.masks import controls as controls
-from locus.metrics import log_probability as log_probability
-from locus.metrics import logit_difference as logit_difference
-from locus.metrics import probability as probability
-from locus.models import HookedModel as HookedModel
-from locus.models import load as load
-from locus.models import wrap as wrap
-from locus.report import report as report
-from locus.scores import Scores as Scores
-from locus.study import compare as compare
-from locus.trust import Trust as Trust
-from locus.trust import trust as trust
-from locus.unlearn import DPO as DPO
-from locus.unlearn import NPO as NPO
-from locus.unlearn import RMU as RMU
-from locus.unlearn import SGD as SGD
-from locus.unlearn import WGA as WGA
-from locus.unlearn import AdamW as AdamW
-from locus.unlearn import GradientDifference as GradientDifference
-from locus.unlearn import MatchMLP as MatchMLP
-from locus.unlearn import NextToken as NextToken
-from locus.unlearn import SimNPO as SimNPO
-from locus.unlearn import Update as Update
-from locus.unlearn import guard as guard
-from locus.unlearn import unlearn as unlearn
-from locus.verdict import verdict as verdict
+The public names are those of `__init__.pyi`. Each is imported when it is first used, so that `import locus` and
+`locus --help` do not wait for torch.
+"""
+
+import ast
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+# Public name → the module that it is in; "locus" for modules that are public themselves.
+_HOME = {name.name: line.module for line in _STUB.body if isinstance(line, ast.ImportFrom) for name in line.names}
+
+
+class _Package(ModuleType):
+    """A package whose public functions go before its modules of the same name (evaluate, localize, unlearn, …)."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'locus' has no attribute {name!r}")
+        home = _HOME[name]
+        value = import_module(f"locus.{name}") if home == "locus" else getattr(import_module(home), name)
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python sets an imported module as an attribute of its package, where it would hide the function.
+        if not isinstance(value, ModuleType) or _HOME.get(name, "locus") == "locus":
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *_HOME})
+
+
+sys.modules[__name__].__class__ = _Package

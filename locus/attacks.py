@@ -22,7 +22,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
 from locus import hooks
@@ -31,6 +30,7 @@ from locus.facts import Fact, Facts, FactSplit, encode
 from locus.masks import ParameterMask
 from locus.metrics import Targets, log_probability
 from locus.models import HookedModel
+from locus.progress import tqdm
 from locus.unlearn import AdamW, NextToken, Update, unlearn
 from locus.unlearn.engine import schedule as schedule_of
 from locus.unlearn.update import Status, checksum

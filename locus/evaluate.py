@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -138,12 +138,12 @@ class Evaluation:
         ]
         return f"Evaluation of {self.model}: {'; '.join(numbers)}"
 
-    def _repr_html_(self) -> str | None:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         from locus.view import evaluation
 
         # None: nothing to draw, and a notebook shows the text.
         scored = any((~values.isnan()).any() for values in self.per_fact.values())
-        return evaluation(self)._repr_html_() if scored else None
+        return evaluation(self)._repr_mimebundle_() if scored else None
 
     def values(self, part: str, metric: str) -> Float[Tensor, " fact"]:
         if (part, metric) not in self.per_fact:

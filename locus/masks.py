@@ -181,10 +181,10 @@ class Mask:
             f"{share:.2%}, {say(self.recipe)})"
         )
 
-    def _repr_html_(self) -> str:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         from locus.view import mask
 
-        return mask(self)._repr_html_()
+        return mask(self)._repr_mimebundle_()
 
     def __invert__(self) -> "Mask":
         recipe = {"method": "~", "of": [self.recipe], "model": self.components.model}

@@ -25,12 +25,12 @@ import torch
 import transformer_lens.patching as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformer_lens.patching import PatchingResult
 
 from locus import hooks
 from locus.cells import Cells, Setter, at_once, masks
 from locus.checked import continues, packs
+from locus.progress import tqdm
 from locus.sweeps import MAX_TOKENS
 
 Metric = Callable[[Tensor], Any]

@@ -2,17 +2,46 @@
 
 import sys
 import time
+from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import auto, std
+
+SECONDS = 15.0  # from one plain line to the next
+
+
+def lively() -> bool:
+    """Whether a bar can be drawn. Elsewhere, in a log or a pipe, it would leave control characters."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def tqdm(*args: Any, **kwargs: Any) -> Any:
+    """tqdm's bar where it can be drawn, else a plain line now and then; same arguments."""
+    return (auto.tqdm if lively() else _Lines)(*args, **kwargs)
+
+
+class _Lines(std.tqdm):
+    """A line every 15 seconds in the place of a bar; short work says nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        often = {"delay": SECONDS, "mininterval": SECONDS, "maxinterval": SECONDS, "miniters": 1}
+        super().__init__(*args, **kwargs | often | {"file": sys.stderr, "leave": False})
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        state = self.format_dict
+        if msg is None and self.n and self.total:  # an empty message wipes a bar
+            left = state["elapsed"] / self.n * (self.total - self.n)
+            what = f"{self.desc.rstrip(': ')}: " if self.desc else ""
+            print(f"{what}{self.n / self.total:.0%}; about {_duration(left)} left", file=sys.stderr, flush=True)
+        return False
 
 
 class Progress:
     """Counts runs. `total` may change on the way; results that are already there take no time and count as none."""
 
-    def __init__(self, total: int, *, enabled: bool = True, seconds: float = 15.0) -> None:
-        self._lively = enabled and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    def __init__(self, total: int, *, enabled: bool = True, seconds: float = SECONDS) -> None:
+        self._lively = enabled and lively()
         self._plain = enabled and not self._lively
-        self._bar = tqdm(total=total, unit="run", disable=not self._lively, dynamic_ncols=True)
+        self._bar = auto.tqdm(total=total, unit="run", disable=not self._lively, dynamic_ncols=True)
         self._total, self._done, self._stage = total, 0, ""
         self._seconds, self._start, self._last = seconds, time.monotonic(), time.monotonic()
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -115,12 +115,12 @@ class Scores:
         best = ", ".join(f"{row.component} {row.score:+.3g}" for row in self.top(3).itertuples())
         return f"Scores({m} {kinds} components x {n} facts, {self.method!r}, {self.metric}; top: {best})"
 
-    def _repr_html_(self) -> str:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         from locus.view import density, grid, ranking
 
         kinds = set(self.components.kinds)
         chart = ranking if len(kinds) > 1 else density if kinds <= {"neuron", "value"} else grid
-        return chart(self)._repr_html_()
+        return chart(self)._repr_mimebundle_()
 
     def mean(self) -> Float[Tensor, " component"]:
         """Mean over the facts."""

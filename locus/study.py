@@ -55,11 +55,12 @@ class Table(pd.DataFrame):
         counts = f"{whole.seed.nunique()} seeds, {len(whole)} runs, {len(self):,} rows"
         return f"study of {where}: {counts}; mean AUES: {arms}"
 
-    def _repr_html_(self) -> str:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         from locus.view import study
 
         drawn = (self.metric == "aues") & ~self.arm.isin(runs.STATES) & self.value.notna()
-        return study(self)._repr_html_() if drawn.any() else super()._repr_html_()
+        # None: nothing to draw, and a notebook shows the rows.
+        return study(self)._repr_mimebundle_() if drawn.any() else None
 
 
 def compare(

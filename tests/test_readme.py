@@ -1,5 +1,6 @@
 """What the README shows must run as it stands."""
 
+import ast
 import json
 import os
 import re
@@ -34,16 +35,38 @@ def test_ci_runs_the_commands_of_the_readme():
         assert command.replace("pip install", "pip install --quiet") in ci or command in ci
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
-def test_notebooks_run(path):
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebooks_are_stories_with_pictures_that_show_on_a_code_host(path):
+    assert path.stat().st_size < 1e6
     cells = json.loads(path.read_text())["cells"]
     assert len(cells) <= 25
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), "run notebooks/execute.py"
+    for cell in code:
+        source = "".join(cell["source"])
+        assert "def " not in source and "class " not in source and "lambda" not in source
+    shown = [output.get("data", {}) for cell in code for output in cell["outputs"]]
+    assert sum("image/svg+xml" in data for data in shown) >= 2
+    # A picture within HTML does not show there.
+    assert not any("<img" in "".join(data.get("text/html", "")) for data in shown)
+
+
+@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if "smollm2" not in p.name], ids=lambda p: p.stem)
+def test_notebooks_run(path, monkeypatch):
+    """Every cell, and every value that a cell shows."""
+    monkeypatch.chdir(path.parent)
     names: dict = {}
-    for cell in cells:
+    for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":
-            source = "".join(cell["source"])
-            assert "def " not in source and "class " not in source, "notebooks tell a story, without definitions"
-            exec(compile(source, path.name, "exec"), names)
+            tree = ast.parse("".join(cell["source"]))
+            last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, path.name, "exec"), names)
+            value = eval(compile(ast.Expression(last.value), path.name, "eval"), names) if last else None
+            if hasattr(value, "_repr_mimebundle_"):
+                assert "<svg" in str(value._repr_mimebundle_())
 
 
 OFFLINE = """

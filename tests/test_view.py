@@ -484,7 +484,9 @@ def test_results_say_what_they_are_and_show_a_picture(data):
     for result in results:
         said = repr(result)
         assert len(said) < 700 and "\n" not in said and "tensor(" not in said, said
-        assert '<img class="locus-picture"' in result._repr_html_()
+        shown = result._repr_mimebundle_()
+        assert '<img class="locus-picture"' in shown["text/html"] and shown["text/plain"].startswith("View(")
+        assert shown["image/svg+xml"].startswith("<svg") and "</text>" in shown["image/svg+xml"]
     assert "forget (6 facts) probability 0.9" in repr(measured)
     assert "study of synthetic on made up: 3 seeds" in repr(study) and "oracle 0." in repr(study)
     assert type(study[study.seed == 0]).__name__ == "DataFrame" and "<table" in study[study.seed == 0]._repr_html_()
@@ -495,11 +497,11 @@ def test_results_with_nothing_to_draw_are_text(data):
 
     from locus.study import Table
 
-    assert dataclasses.replace(data["update"], history=())._repr_html_() is None
+    assert dataclasses.replace(data["update"], history=())._repr_mimebundle_() is None
     empty = evaluate(data["model"], data["split"], parts=("other",))
-    assert empty._repr_html_() is None and repr(empty) == "Evaluation of small: "
+    assert empty._repr_mimebundle_() is None and repr(empty) == "Evaluation of small: "
     nothing = synthetic_study({"NPO": [0.01]}).query("metric == 'utility'")
-    assert "<table" in Table(nothing)._repr_html_()
+    assert Table(nothing)._repr_mimebundle_() is None and "<table" in Table(nothing)._repr_html_()
 
 
 def test_words_survive(data):

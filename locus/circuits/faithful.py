@@ -15,7 +15,6 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from locus import hooks
 from locus.charts import Figure
@@ -23,6 +22,7 @@ from locus.components import Components
 from locus.edges import Edges, EdgeScores, all_written, edges, entrance, ranking, read, written
 from locus.localize.interventions import activations, per_example, places, targets
 from locus.metrics import logit_difference
+from locus.progress import tqdm
 from locus.scores import Scores
 
 # The sizes at which the MIB benchmark measures, as fractions of all edges.

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from locus import hooks
 from locus.components import Components
 from locus.localize.interventions import ALL_KINDS, Places, places, targets
+from locus.progress import tqdm
 
 # Louizos, Welling & Kingma 2018: gates are stretched to (GAMMA, ZETA), then cut to [0, 1].
 GAMMA, ZETA = -0.1, 1.1

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from locus import hooks
 from locus.components import Component, Components
 from locus.edges import Edges, EdgeScores, Receiver, all_written, edges, entrance, parse_receiver, parse_sender, read
 from locus.localize.interventions import per_example, targets
 from locus.metrics import logit_difference
+from locus.progress import tqdm
 from locus.sweeps import MAX_TOKENS, sweep
 
 

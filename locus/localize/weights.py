@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
 from locus import hooks
@@ -26,6 +25,7 @@ from locus.entries import ParameterMask, matrices
 from locus.facts import Facts, FactSplit, encode
 from locus.localize.interventions import ALL_KINDS, targets
 from locus.metrics import Targets, log_probability
+from locus.progress import tqdm
 
 BATCH = 16  # facts in one pass where their gradients are added up
 

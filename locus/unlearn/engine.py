@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from locus import hooks
 from locus.facts import Fact, encode
 from locus.masks import Mask, ParameterMask
+from locus.progress import tqdm
 from locus.unlearn.compact import Leaf, edited, entries, leaves, lowest_layer, recomputed
 from locus.unlearn.objectives import (
     Answers,

@@ -150,12 +150,12 @@ class Update:
             f"{self.objective}, {self.optimizer}, model {self.model})"
         )
 
-    def _repr_html_(self) -> str | None:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         from locus.view import update
 
         # None: nothing to draw, and a notebook shows the text.
         drawn = any(math.isfinite(value) for row in self.history for name, value in row.items() if name != "step")
-        return update(self)._repr_html_() if drawn else None
+        return update(self)._repr_mimebundle_() if drawn else None
 
 
 @contextmanager

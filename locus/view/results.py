@@ -174,8 +174,7 @@ def update(made: Update) -> View:
         .properties(width=210, height=90)
         .resolve_scale(y="independent")
     )
-    first, last = made.history[0], made.history[-1]
-    ends = ", ".join(f"{n.replace('_', ' ')} {first[n]:.3g} → {last[n]:.3g}" for n in names if n in first and n in last)
+    ends = ", ".join(f"{what} {of.value.iloc[0]:.3g} → {of.value.iloc[-1]:.3g}" for what, of in rows.groupby("what"))
     return View(
         f"Update: {made.status}, {made.n_changed:,} entries changed",
         f"{made.objective!r}, {made.optimizer!r}; n = {len(history)} steps, each measured before it; L2 norm of the "

@@ -68,6 +68,11 @@ class View:
     def _repr_html_(self) -> str:
         return _template("view.html.jinja").render(view=self, picture=_png(self), style=_asset("view.css"))
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """For a notebook: the HTML, and a picture with its words for hosts that show none, as code hosts do."""
+        picture = vl_convert.vegalite_to_svg(self.picture().to_json(), vl_version=_vl_version())
+        return {"text/html": self._repr_html_(), "image/svg+xml": picture, "text/plain": repr(self)}
+
     def picture(self) -> Any:
         """The view as one Altair chart with its title and caption, without scripts."""
         title = alt.TitleParams(
