@@ -52,8 +52,17 @@ COLORS = {
 # Models that nothing is edited in: a point in a trade-off, a number in a caption.
 UNEDITED = ("none", "retain", "pretrained")
 DRAWN = ("random", "random-uniform")
-# Names of rows, where a narrow page has less room for them.
-LABELS = alt.Axis(labelLimit=alt.ExprRef("width < 320 ? 110 : 220"), ticks=False)
+# Names of rows; on a narrow page in two lines.
+LABELS = alt.Axis(
+    labelLimit=220,
+    ticks=False,
+    labelExpr="width < 330 ? split(datum.label, / · |: /) : datum.label",
+    labelBaseline={
+        "condition": {"test": "width < 330 && test(/ · |: /, datum.label)", "value": "bottom"},
+        "value": "middle",
+    },
+)
+LEGEND = alt.Legend(orient="bottom", columns=2, labelLimit=180, symbolOpacity=1)
 # Without the ends that vanish on dark and on light ground.
 VIRIDIS = alt.SchemeParams(name="viridis", extent=[0.2, 0.93])
 MOST_POINTS = 4000
@@ -117,9 +126,9 @@ def tradeoffs(table: pd.DataFrame) -> Iterator[Figure]:
     mean = mean[mean.seeds == most]
     every = math.ceil(mean.step.nunique() / MOST_STEPS)
     mean = mean[mean.step.isin(np.sort(mean.step.unique())[::every])]
-    for objective in [o for o in mean.objective.unique() if o]:
+    for objective in [o for o in rows.objective.unique() if o in set(mean.objective) - {""}]:
         here = mean[mean.objective.isin([objective, ""])]
-        localizers = [n for n in here.localizer.unique() if n]
+        localizers = [n for n in rows.localizer.unique() if n in set(here.localizer) - {""}]
         controlled = (here.arm == "oracle").any()
         for localizer in ["", *localizers] if controlled else localizers or [""]:
             beside = here.localizer == ""
@@ -157,7 +166,7 @@ def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
     chart = alt.layer(
         layer("random draws", random, 0.4).encode(order=order).mark_line(strokeWidth=1).add_params(pick),
         layer("arms", ~random & ~original, 0.95).encode(order=order).mark_line(point=alt.OverlayMarkDef(size=12)),
-        layer("not edited", original, 0.95).mark_point(filled=True, size=70, shape="diamond"),
+        layer("not edited", original, 0.95).encode(shape=_shape(rows.arm)).mark_point(filled=True, size=70),
     )
     ends = rows.sort_values("step").groupby("shown")[["retain_strength", "forget_strength"]].last()
     return Figure(
@@ -328,8 +337,10 @@ def layer_scatter(scan: pd.DataFrame) -> Figure:
         alt.Chart(data(shown[["layer", "fact", "effect", "unlearning"]]))
         .mark_circle(size=36, opacity=0.65)
         .encode(
-            x=alt.X("effect:Q", title="causal effect of the layer, by patching"),
-            y=alt.Y("unlearning:Q", title="unlearning by editing that layer alone"),
+            x=_along("effect:Q", "causal effect of the layer, by patching"),
+            y=alt.Y(
+                "unlearning:Q", title="unlearning by editing that layer alone", scale=alt.Scale(zero=False, padding=8)
+            ),
             color=alt.Color("layer:Q", scale=alt.Scale(scheme=VIRIDIS), title="layer"),
             tooltip=[
                 "fact:N",
@@ -419,11 +430,18 @@ def _along(field: str, title: str, *, zero: bool = False) -> alt.X:
 
 
 def _color(arms: pd.Series, *, legend: bool = True) -> alt.Color:
+    return alt.Color("shown:N", scale=_scale(arms, COLORS, "#B0B000"), title=None, legend=LEGEND if legend else None)
+
+
+def _shape(arms: pd.Series) -> alt.Shape:
+    """Diamonds for what is not edited; in the legend too."""
+    scale = _scale(arms, dict.fromkeys(UNEDITED, "diamond"), "circle")
+    return alt.Shape("shown:N", scale=scale, title=None, legend=LEGEND)
+
+
+def _scale(arms: pd.Series, values: dict[str, str], other: str) -> alt.Scale:
     names = sorted(set(arms), key=lambda arm: (place(arm), arm))
-    colors = [COLORS.get(arm, "#B0B000") for arm in names]
-    scale = alt.Scale(domain=[ARMS.get(arm, arm) for arm in names], range=colors)
-    shown = alt.Legend(orient="bottom", columns=2, labelLimit=180, symbolOpacity=1) if legend else None
-    return alt.Color("shown:N", scale=scale, title=None, legend=shown)
+    return alt.Scale(domain=[ARMS.get(arm, arm) for arm in names], range=[values.get(arm, other) for arm in names])
 
 
 def data(frame: pd.DataFrame, name: str | None = None) -> alt.Data:

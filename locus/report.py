@@ -303,7 +303,7 @@ def _cell(cell: tuple[int, float, float, float] | None) -> Cell:
         return "–"
     _, mean, low, high = cell
     shape = ",.0f" if abs(mean) >= 1000 else ".3g" if abs(mean) < 0.01 and mean else ".3f"
-    return f"{mean:{shape}}", interval(low, high, shape) if low != high else ""
+    return f"{mean:{shape}}", "" if math.isclose(low, high, rel_tol=1e-9) else interval(low, high, shape)
 
 
 def _statuses(whole: pd.DataFrame) -> dict[str, Any] | None:
@@ -331,7 +331,7 @@ def _tuning(tuning: dict[str, Any]) -> Table | None:
             chosen = found.get("chosen") if isinstance(found, dict) else None
             tried = [
                 f"{float(rate):.3g}: {f'{value:.3f}' if isinstance(value, float) else value}"
-                + " (chosen)" * (float(rate) == chosen)
+                + " (chosen)" * (chosen is not None and math.isclose(float(rate), chosen, rel_tol=1e-4))
                 for rate, value in grid.items()
             ]
             edge = "best at the edge of the grid" if found.get("at the edge") else ""

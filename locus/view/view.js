@@ -10,10 +10,10 @@
   }
   // Charts take their ink from the page, so that they follow it into the dark and onto paper.
   const theme = (ink) => {
-    const line = "rgba(128, 128, 128, 0.4)", words = { labelColor: ink, titleColor: ink, titleFontWeight: 500 };
+    const line = "rgba(128, 128, 128, 0.5)", words = { labelColor: ink, titleColor: ink, titleFontWeight: 500 };
     return {
       background: "transparent", view: { stroke: line }, legend: words, header: words, text: { color: ink },
-      title: { color: ink, subtitleColor: ink }, axis: { ...words, gridColor: line, domainColor: line, tickColor: line },
+      title: { color: ink, subtitleColor: ink }, axis: { ...words, gridColor: "rgba(128, 128, 128, 0.22)", domainColor: line, tickColor: line },
     };
   };
   const draw = (place, spec, ink) =>
