@@ -139,9 +139,9 @@ def tradeoffs(table: pd.DataFrame) -> Iterator[Figure]:
 
 
 def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
-    rows = rows.assign(shown=rows.arm.map(ARMS).fillna(rows.arm), line=rows.arm + rows.draw.astype(str))
+    rows = rows.assign(arm_name=rows.arm.map(ARMS).fillna(rows.arm), line=rows.arm + rows.draw.astype(str))
     # Named, so that several of these charts can stand in one picture.
-    pick = alt.selection_point(name="arm_" + re.sub(r"\W", "_", title), fields=["shown"], bind="legend")
+    pick = alt.selection_point(name="arm_" + re.sub(r"\W", "_", title), fields=["arm_name"], bind="legend")
     scale = alt.Scale(domain=[0, 1], clamp=True)
     channels: dict[str, Any] = {
         "x": alt.X("retain_strength:Q", title="retain strength (higher is better)", scale=scale),
@@ -149,13 +149,13 @@ def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
         "color": _color(rows.arm),
         "detail": "line:N",
         "tooltip": [
-            alt.Tooltip("shown:N", title="arm"),
+            alt.Tooltip("arm_name:N", title="arm"),
             *(alt.Tooltip(name, format=".4~g") for name in ("draw:Q", "step:Q", "seeds:Q")),
             alt.Tooltip("retain_strength:Q", format=".3f", title="retain"),
             alt.Tooltip("forget_strength:Q", format=".3f", title="forget"),
         ],
     }
-    columns = ["shown", "line", "draw", "step", "seeds", "retain_strength", "forget_strength"]
+    columns = ["arm_name", "line", "draw", "step", "seeds", "retain_strength", "forget_strength"]
 
     def layer(name: str, some: pd.Series, opacity: float) -> alt.Chart:
         picked = alt.condition(pick, alt.value(opacity), alt.value(0.05))
@@ -168,7 +168,7 @@ def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
         layer("arms", ~random & ~original, 0.95).encode(order=order).mark_line(point=alt.OverlayMarkDef(size=12)),
         layer("not edited", original, 0.95).encode(shape=_shape(rows.arm)).mark_point(filled=True, size=70),
     )
-    ends = rows.sort_values("step").groupby("shown")[["retain_strength", "forget_strength"]].last()
+    ends = rows.sort_values("step").groupby("arm_name")[["retain_strength", "forget_strength"]].last()
     return Figure(
         title,
         wide(chart, 340),
@@ -191,13 +191,13 @@ def areas(table: pd.DataFrame) -> Iterator[Figure]:
     for objective in [o for o in rows.objective.unique() if o] or rows.objective.unique():
         own = rows[rows.objective.isin([objective, ""])]
         own = own.assign(place=own.arm.map(place)).sort_values(["localizer", "place"], kind="stable")
-        own = own.assign(shown=own.arm.map(ARMS).fillna(own.arm))
-        own["row"] = np.where(own.localizer == "", own.shown, own.localizer + ": " + own.shown)
-        seeds = own.groupby(["row", "shown", "arm", "seed"], sort=False).value.mean().reset_index()
+        own = own.assign(arm_name=own.arm.map(ARMS).fillna(own.arm))
+        own["row"] = np.where(own.localizer == "", own.arm_name, own.localizer + ": " + own.arm_name)
+        seeds = own.groupby(["row", "arm_name", "arm", "seed"], sort=False).value.mean().reset_index()
         found = [
-            (*key, *summary(some.value, limits("aues"))) for key, some in seeds.groupby(["row", "shown"], sort=False)
+            (*key, *summary(some.value, limits("aues"))) for key, some in seeds.groupby(["row", "arm_name"], sort=False)
         ]
-        means = pd.DataFrame(found, columns=["row", "shown", "n", "mean", "low", "high"])
+        means = pd.DataFrame(found, columns=["row", "arm_name", "n", "mean", "low", "high"])
         n = seeds.seed.nunique()
         yield Figure(
             f"AUES by arm, {objective}".rstrip(", "),
@@ -213,7 +213,7 @@ def areas(table: pd.DataFrame) -> Iterator[Figure]:
 def _forest(draws: pd.DataFrame, seeds: pd.DataFrame, means: pd.DataFrame) -> alt.LayerChart:
     def layer(name: str, rows: pd.DataFrame, x: str, *more: str, **channels: Any) -> alt.Chart:
         tooltip = [alt.Tooltip("row:N", title="arm"), *(alt.Tooltip(name, format=".4~g") for name in more)]
-        return alt.Chart(data(rows[["row", "shown", *(field.split(":")[0] for field in more)]], name)).encode(
+        return alt.Chart(data(rows[["row", "arm_name", *(field.split(":")[0] for field in more)]], name)).encode(
             x=_along(x, "AUES (higher is better)"),
             y=alt.Y("row:N", title=None, sort=means.row.tolist(), axis=LABELS),
             color=_color(seeds.arm, legend=False),
@@ -269,7 +269,7 @@ def paired_seeds(table: pd.DataFrame, judged: Verdict) -> Iterator[Figure]:
     """One chart an objective and localizer: each seed's arm beside the mean of its random draws."""
     whole = unattacked(whole_runs(table))
     rows = whole[(whole.metric == judged.metric) & whole.arm.isin([judged.arm, judged.control]) & whole.value.notna()]
-    rows = rows.assign(shown=rows.arm.map(ARMS).fillna(rows.arm))
+    rows = rows.assign(arm_name=rows.arm.map(ARMS).fillna(rows.arm))
     for (objective, localizer), own in rows[rows.arm == judged.arm].groupby(["objective", "localizer"], sort=False):
         control = rows[(rows.arm == judged.control) & rows.objective.isin([objective, ""])]
         control = control[control.localizer.isin([localizer, ""])]
@@ -282,10 +282,10 @@ def paired_seeds(table: pd.DataFrame, judged: Verdict) -> Iterator[Figure]:
 
 def _paired(title: str, judged: Verdict, rows: pd.DataFrame, pairs: pd.DataFrame) -> Figure:
     metric = judged.metric.upper() if judged.metric == "aues" else judged.metric.replace("_", " ")
-    means = rows.groupby(["seed", "arm", "shown"], sort=False).value.mean().reset_index()
+    means = rows.groupby(["seed", "arm", "arm_name"], sort=False).value.mean().reset_index()
 
     def layer(name: str, frame: pd.DataFrame, x: str, *more: str, **channels: Any) -> alt.Chart:
-        columns = ["seed", *(field.split(":")[0] for field in more), *(["shown"] if "shown" in frame else [])]
+        columns = ["seed", *(field.split(":")[0] for field in more), *(["arm_name"] if "arm_name" in frame else [])]
         return alt.Chart(data(frame[columns], name)).encode(
             x=_along(x, metric),
             y=alt.Y("seed:O", title="seed"),
@@ -430,13 +430,13 @@ def _along(field: str, title: str, *, zero: bool = False) -> alt.X:
 
 
 def _color(arms: pd.Series, *, legend: bool = True) -> alt.Color:
-    return alt.Color("shown:N", scale=_scale(arms, COLORS, "#B0B000"), title=None, legend=LEGEND if legend else None)
+    return alt.Color("arm_name:N", scale=_scale(arms, COLORS, "#B0B000"), title=None, legend=LEGEND if legend else None)
 
 
 def _shape(arms: pd.Series) -> alt.Shape:
     """Diamonds for what is not edited; in the legend too."""
     scale = _scale(arms, dict.fromkeys(UNEDITED, "diamond"), "circle")
-    return alt.Shape("shown:N", scale=scale, title=None, legend=LEGEND)
+    return alt.Shape("arm_name:N", scale=scale, title=None, legend=LEGEND)
 
 
 def _scale(arms: pd.Series, values: dict[str, str], other: str) -> alt.Scale:

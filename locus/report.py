@@ -285,10 +285,10 @@ def _results(whole: pd.DataFrame, metrics: list[str], *, by: tuple[str, ...] = (
     named = [i for i, name in enumerate(key) if name == "arm" or (rows[name] != "").any()]
     lines: list[list[Cell]] = []
     for where in sorted(draws, key=lambda k: (k[2], *k[3:], k[1], place(k[0]))):
-        own = [cells.get((*where, metric)) for metric in metrics]
-        n = max((cell[0] for cell in own if cell), default=0)
+        own = {metric: cells.get((*where, metric)) for metric in metrics}
+        n = max((cell[0] for cell in own.values() if cell), default=0)
         words = [ARMS.get(where[0], where[0]), *(name or "–" for name in where[1:])]
-        lines.append([*(words[i] for i in named), str(n), str(draws[where]), *map(_cell, own)])
+        lines.append([*(words[i] for i in named), str(n), str(draws[where]), *(_cell(own[m], m) for m in metrics)])
     return Table([*(key[i] for i in named), "seeds", "draws", *map(_head, metrics)], lines, words=len(named))
 
 
@@ -298,11 +298,13 @@ def _head(metric: str) -> tuple[str, str, str]:
     return metric.replace("_", " "), *words.get(DIRECTION.get(metric, ""), ("", "no better direction"))
 
 
-def _cell(cell: tuple[int, float, float, float] | None) -> Cell:
+def _cell(cell: tuple[int, float, float, float] | None, metric: str = "") -> Cell:
+    """A mean over its interval, with as many decimals as its neighbors unless nothing were left of it."""
     if cell is None or not cell[0]:
         return "–"
     _, mean, low, high = cell
-    shape = ",.0f" if abs(mean) >= 1000 else ".3g" if abs(mean) < 0.01 and mean else ".3f"
+    small = 0 < abs(mean) < (0.1 if metric == "learning_rate" else 0.0005)
+    shape = ",.0f" if abs(mean) >= 1000 else ".3g" if small else ".3f"
     return f"{mean:{shape}}", "" if math.isclose(low, high, rel_tol=1e-9) else interval(low, high, shape)
 
 

@@ -51,7 +51,9 @@
       .map((row) => row.map(cell).join(",") + "\n").join("");
   };
   const chart = async (panel, spec) => {
-    await draw(panel, spec, "currentColor");
+    // In a place of its own: Vega takes the role and the words of the element that it draws in.
+    panel.replaceChildren(document.createElement("div"));
+    await draw(panel.firstChild, spec, "currentColor");
     const title = panel.closest("figure").getAttribute("aria-label");
     const save = (kind, words, type, make) => {
       const button = Object.assign(document.createElement("button"), { type: "button", textContent: kind });
