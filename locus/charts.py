@@ -52,6 +52,17 @@ COLORS = {
 # Models that nothing is edited in: a point in a trade-off, a number in a caption.
 UNEDITED = ("none", "retain", "pretrained")
 DRAWN = ("random", "random-uniform")
+# Names of rows; on a narrow page in two lines.
+LABELS = alt.Axis(
+    labelLimit=220,
+    ticks=False,
+    labelExpr="width < 330 ? split(datum.label, / · |: /) : datum.label",
+    labelBaseline={
+        "condition": {"test": "width < 330 && test(/ · |: /, datum.label)", "value": "bottom"},
+        "value": "middle",
+    },
+)
+LEGEND = alt.Legend(orient="bottom", columns=2, labelLimit=180, symbolOpacity=1)
 # Without the ends that vanish on dark and on light ground.
 VIRIDIS = alt.SchemeParams(name="viridis", extent=[0.2, 0.93])
 MOST_POINTS = 4000
@@ -100,37 +111,37 @@ def tradeoffs(table: pd.DataFrame) -> Iterator[Figure]:
     rows = rows.fillna({"localizer": "", "objective": ""})
     if rows.empty:
         return
-    wide = rows.pivot_table(
+    paired = rows.pivot_table(
         index=["objective", "localizer", "arm", "draw", "step", "seed"], columns="metric", values="value"
     )
-    if set(wide.columns) != {"forget_strength", "retain_strength"}:
+    if set(paired.columns) != {"forget_strength", "retain_strength"}:
         return
-    wide = wide.dropna()
-    n_seeds = wide.index.get_level_values("seed").nunique()
+    paired = paired.dropna()
+    n_seeds = paired.index.get_level_values("seed").nunique()
     # Like with like: a draw's mean over the seeds beside an arm's. Where a run ended early the mean would
     # jump to that of the others, so the line ends there.
-    groups = wide.groupby(level=["objective", "localizer", "arm", "draw", "step"], sort=False)
+    groups = paired.groupby(level=["objective", "localizer", "arm", "draw", "step"], sort=False)
     mean = groups.mean().assign(seeds=groups.size()).reset_index()
     most = mean.groupby(["objective", "localizer", "arm", "draw"], sort=False).seeds.transform("max")
     mean = mean[mean.seeds == most]
     every = math.ceil(mean.step.nunique() / MOST_STEPS)
     mean = mean[mean.step.isin(np.sort(mean.step.unique())[::every])]
-    for objective in [o for o in mean.objective.unique() if o]:
+    for objective in [o for o in rows.objective.unique() if o in set(mean.objective) - {""}]:
         here = mean[mean.objective.isin([objective, ""])]
-        localizers = [n for n in here.localizer.unique() if n]
+        localizers = [n for n in rows.localizer.unique() if n in set(here.localizer) - {""}]
         controlled = (here.arm == "oracle").any()
         for localizer in ["", *localizers] if controlled else localizers or [""]:
             beside = here.localizer == ""
             if controlled and localizer:
                 beside &= here.arm.isin(["oracle", "random", *UNEDITED])
             own = here[beside | (here.localizer == localizer)]
-            yield _tradeoff(own, f"{localizer} · {objective}".strip(" ·"), n_seeds)
+            yield _tradeoff(own, "Trade-off, " + f"{localizer} · {objective}".strip(" ·"), n_seeds)
 
 
 def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
-    rows = rows.assign(shown=rows.arm.map(ARMS).fillna(rows.arm), line=rows.arm + rows.draw.astype(str))
+    rows = rows.assign(arm_name=rows.arm.map(ARMS).fillna(rows.arm), line=rows.arm + rows.draw.astype(str))
     # Named, so that several of these charts can stand in one picture.
-    pick = alt.selection_point(name="arm_" + re.sub(r"\W", "_", title), fields=["shown"], bind="legend")
+    pick = alt.selection_point(name="arm_" + re.sub(r"\W", "_", title), fields=["arm_name"], bind="legend")
     scale = alt.Scale(domain=[0, 1], clamp=True)
     channels: dict[str, Any] = {
         "x": alt.X("retain_strength:Q", title="retain strength (higher is better)", scale=scale),
@@ -138,32 +149,31 @@ def _tradeoff(rows: pd.DataFrame, title: str, n_seeds: int) -> Figure:
         "color": _color(rows.arm),
         "detail": "line:N",
         "tooltip": [
-            alt.Tooltip("shown:N", title="arm"),
+            alt.Tooltip("arm_name:N", title="arm"),
             *(alt.Tooltip(name, format=".4~g") for name in ("draw:Q", "step:Q", "seeds:Q")),
             alt.Tooltip("retain_strength:Q", format=".3f", title="retain"),
             alt.Tooltip("forget_strength:Q", format=".3f", title="forget"),
         ],
     }
-    columns = ["shown", "line", "draw", "step", "seeds", "retain_strength", "forget_strength"]
+    columns = ["arm_name", "line", "draw", "step", "seeds", "retain_strength", "forget_strength"]
 
-    def layer(some: pd.Series, opacity: float) -> alt.Chart:
+    def layer(name: str, some: pd.Series, opacity: float) -> alt.Chart:
         picked = alt.condition(pick, alt.value(opacity), alt.value(0.05))
-        return alt.Chart(_data(rows.loc[some, columns])).encode(**channels, opacity=picked)
+        return alt.Chart(data(rows.loc[some, columns], name)).encode(**channels, opacity=picked)
 
     random, original = rows.arm.isin(DRAWN), rows.arm.isin(UNEDITED)
     order = alt.Order("step:Q")
     chart = alt.layer(
-        layer(random, 0.4).encode(order=order).mark_line(strokeWidth=1).add_params(pick),
-        layer(~random & ~original, 0.95).encode(order=order).mark_line(point=alt.OverlayMarkDef(size=12)),
-        layer(original, 0.95).mark_point(filled=True, size=70, shape="diamond"),
+        layer("random draws", random, 0.4).encode(order=order).mark_line(strokeWidth=1).add_params(pick),
+        layer("arms", ~random & ~original, 0.95).encode(order=order).mark_line(point=alt.OverlayMarkDef(size=12)),
+        layer("not edited", original, 0.95).encode(shape=_shape(rows.arm)).mark_point(filled=True, size=70),
     )
-    ends = rows.sort_values("step").groupby("shown")[["retain_strength", "forget_strength"]].last()
+    ends = rows.sort_values("step").groupby("arm_name")[["retain_strength", "forget_strength"]].last()
     return Figure(
         title,
-        _sized(chart, 340),
+        wide(chart, 340),
         f"n = {n_seeds} seed{'s' * (n_seeds != 1)}; a line is the mean over the seeds at each step, "
-        "as far as every seed goes, and has no interval of its own: the "
-        f"{rows.line[random].nunique()} thin lines, one a random draw, show the spread. "
+        f"as far as every seed goes, and has no interval of its own: {_thin(rows.line[random].nunique())} "
         "The upper right corner is best. Click an arm in the legend to see it alone.",
         "Forget strength against retain strength while unlearning. Last points: "
         + "; ".join(f"{name}: retain {r:.2f}, forget {f:.2f}" for name, r, f in ends.itertuples()),
@@ -181,16 +191,16 @@ def areas(table: pd.DataFrame) -> Iterator[Figure]:
     for objective in [o for o in rows.objective.unique() if o] or rows.objective.unique():
         own = rows[rows.objective.isin([objective, ""])]
         own = own.assign(place=own.arm.map(place)).sort_values(["localizer", "place"], kind="stable")
-        own = own.assign(shown=own.arm.map(ARMS).fillna(own.arm))
-        own["row"] = np.where(own.localizer == "", own.shown, own.localizer + ": " + own.shown)
-        seeds = own.groupby(["row", "shown", "arm", "seed"], sort=False).value.mean().reset_index()
+        own = own.assign(arm_name=own.arm.map(ARMS).fillna(own.arm))
+        own["row"] = np.where(own.localizer == "", own.arm_name, own.localizer + ": " + own.arm_name)
+        seeds = own.groupby(["row", "arm_name", "arm", "seed"], sort=False).value.mean().reset_index()
         found = [
-            (*key, *summary(some.value, limits("aues"))) for key, some in seeds.groupby(["row", "shown"], sort=False)
+            (*key, *summary(some.value, limits("aues"))) for key, some in seeds.groupby(["row", "arm_name"], sort=False)
         ]
-        means = pd.DataFrame(found, columns=["row", "shown", "n", "mean", "low", "high"])
+        means = pd.DataFrame(found, columns=["row", "arm_name", "n", "mean", "low", "high"])
         n = seeds.seed.nunique()
         yield Figure(
-            str(objective),
+            f"AUES by arm, {objective}".rstrip(", "),
             _forest(own[own.arm.isin(DRAWN)].head(MOST_POINTS), seeds, means),
             f"Filled: mean over n = {n} seed{'s' * (n != 1)}; line: its 95% interval (Student's t over seeds"
             f"{', none for one seed' if n == 1 else ''}); rings: seeds; ticks: single random draws."
@@ -201,12 +211,11 @@ def areas(table: pd.DataFrame) -> Iterator[Figure]:
 
 
 def _forest(draws: pd.DataFrame, seeds: pd.DataFrame, means: pd.DataFrame) -> alt.LayerChart:
-    def layer(rows: pd.DataFrame, x: str, *more: str, **channels: Any) -> alt.Chart:
-        scale = alt.Scale(zero=False, nice=True)
+    def layer(name: str, rows: pd.DataFrame, x: str, *more: str, **channels: Any) -> alt.Chart:
         tooltip = [alt.Tooltip("row:N", title="arm"), *(alt.Tooltip(name, format=".4~g") for name in more)]
-        return alt.Chart(_data(rows[["row", "shown", *(name.split(":")[0] for name in more)]])).encode(
-            x=alt.X(x, scale=scale, title="AUES (higher is better)"),
-            y=alt.Y("row:N", title=None, sort=means.row.tolist(), axis=alt.Axis(labelLimit=190)),
+        return alt.Chart(data(rows[["row", "arm_name", *(field.split(":")[0] for field in more)]], name)).encode(
+            x=_along(x, "AUES (higher is better)"),
+            y=alt.Y("row:N", title=None, sort=means.row.tolist(), axis=LABELS),
             color=_color(seeds.arm, legend=False),
             tooltip=tooltip,
             **channels,
@@ -214,14 +223,14 @@ def _forest(draws: pd.DataFrame, seeds: pd.DataFrame, means: pd.DataFrame) -> al
 
     bars = means.dropna(subset=["low", "high"])
     chart = alt.layer(
-        layer(draws, "value:Q", "seed:Q", "draw:Q", "value:Q").mark_tick(opacity=0.35, thickness=1),
-        layer(bars, "low:Q", "low:Q", "high:Q", x2="high:Q").mark_rule(strokeWidth=2.5),
-        layer(seeds, "value:Q", "seed:Q", "value:Q").mark_point(opacity=0.7, size=28),
-        layer(means, "mean:Q", "n:Q", "mean:Q", "low:Q", "high:Q").mark_point(
+        layer("random draws", draws, "value:Q", "seed:Q", "draw:Q", "value:Q").mark_tick(opacity=0.35, thickness=1),
+        layer("intervals", bars, "low:Q", "low:Q", "high:Q", x2="high:Q").mark_rule(strokeWidth=2.5),
+        layer("seeds", seeds, "value:Q", "seed:Q", "value:Q").mark_point(opacity=0.7, size=28),
+        layer("means", means, "mean:Q", "n:Q", "mean:Q", "low:Q", "high:Q").mark_point(
             filled=True, size=90, opacity=1, shape="diamond"
         ),
     )
-    return _sized(chart, max(120, 34 * len(means)))
+    return wide(chart, max(120, 34 * len(means)))
 
 
 def differences(judged: Verdict) -> Figure:
@@ -232,17 +241,14 @@ def differences(judged: Verdict) -> Figure:
     rows = rows.assign(row=labels, edge=judged.bound)
     metric = judged.metric.upper() if judged.metric == "aues" else judged.metric.replace("_", " ")
     shown = ["row", "verdict", "n", "difference", "low90", "high90", "low95", "high95", "edge"]
-    scale = alt.Scale(zero=True, nice=True)
-    base = alt.Chart(_data(rows[shown])).encode(
-        y=alt.Y("row:N", title=None, sort=labels, axis=alt.Axis(labelLimit=190)),
+    base = alt.Chart(data(rows[shown], "comparisons")).encode(
+        y=alt.Y("row:N", title=None, sort=labels, axis=LABELS),
         tooltip=[alt.Tooltip(name, format=".4~g") for name in ("n:Q", "difference:Q", "low95:Q", "high95:Q")],
     )
-    ends = alt.Chart(alt.Data(values=[{"low": -judged.bound, "high": judged.bound, "none": 0}]))
+    ends = alt.Chart(data(pd.DataFrame([{"low": -judged.bound, "high": judged.bound, "none": 0}]), "bound"))
     title = f"{judged.arm} minus {judged.control}, {metric}"
     chart = alt.layer(
-        ends.mark_rect(opacity=0.15, color=COLORS["random"]).encode(
-            x=alt.X("low:Q", scale=scale, title=title), x2="high"
-        ),
+        ends.mark_rect(opacity=0.15, color=COLORS["random"]).encode(x=_along("low:Q", title, zero=True), x2="high"),
         ends.mark_rule(strokeDash=[4, 3], color=COLORS["random"]).encode(x="none:Q"),
         base.mark_rule(strokeWidth=1.5, color=COLORS["oracle"]).encode(x="low95:Q", x2="high95:Q"),
         base.mark_rule(strokeWidth=5, opacity=0.6, color=COLORS["oracle"]).encode(x="low90:Q", x2="high90:Q"),
@@ -251,7 +257,7 @@ def differences(judged: Verdict) -> Figure:
     looks = ", corrected for the looks" if judged.looks else ""
     return Figure(
         "The difference, and what counts as none",
-        _sized(chart, max(110, 40 * len(rows))),
+        wide(chart, max(110, 40 * len(rows))),
         f"Point: mean over n = {_span(rows.n)} seeds; thick: 90% interval, thin: 95% interval{looks}; band: ± "
         f"{judged.bound:g}. Equivalent where the thick line stays inside the band.",
         f"{title}: "
@@ -263,25 +269,25 @@ def paired_seeds(table: pd.DataFrame, judged: Verdict) -> Iterator[Figure]:
     """One chart an objective and localizer: each seed's arm beside the mean of its random draws."""
     whole = unattacked(whole_runs(table))
     rows = whole[(whole.metric == judged.metric) & whole.arm.isin([judged.arm, judged.control]) & whole.value.notna()]
-    rows = rows.assign(shown=rows.arm.map(ARMS).fillna(rows.arm))
+    rows = rows.assign(arm_name=rows.arm.map(ARMS).fillna(rows.arm))
     for (objective, localizer), own in rows[rows.arm == judged.arm].groupby(["objective", "localizer"], sort=False):
         control = rows[(rows.arm == judged.control) & rows.objective.isin([objective, ""])]
         control = control[control.localizer.isin([localizer, ""])]
         draws = control[control.seed.isin(own.seed)]
-        wide = own[["seed", "value"]].merge(draws.groupby("seed").value.mean().rename("control").reset_index())
-        if len(wide):
-            title = f"{localizer} · {objective}".strip(" ·")
-            yield _paired(title, judged, pd.concat([own, draws]), wide.assign(difference=wide.value - wide.control))
+        pairs = own[["seed", "value"]].merge(draws.groupby("seed").value.mean().rename("control").reset_index())
+        if len(pairs):
+            title = f"Seed by seed, {localizer} · {objective}".replace(",  · ", ", ").rstrip(", ·")
+            yield _paired(title, judged, pd.concat([own, draws]), pairs.assign(difference=pairs.value - pairs.control))
 
 
-def _paired(title: str, judged: Verdict, rows: pd.DataFrame, wide: pd.DataFrame) -> Figure:
+def _paired(title: str, judged: Verdict, rows: pd.DataFrame, pairs: pd.DataFrame) -> Figure:
     metric = judged.metric.upper() if judged.metric == "aues" else judged.metric.replace("_", " ")
-    means = rows.groupby(["seed", "arm", "shown"], sort=False).value.mean().reset_index()
+    means = rows.groupby(["seed", "arm", "arm_name"], sort=False).value.mean().reset_index()
 
-    def layer(frame: pd.DataFrame, x: str, *more: str, **channels: Any) -> alt.Chart:
-        columns = ["seed", *(name.split(":")[0] for name in more), *(["shown"] if "shown" in frame else [])]
-        return alt.Chart(_data(frame[columns])).encode(
-            x=alt.X(x, title=metric, scale=alt.Scale(zero=False, nice=True)),
+    def layer(name: str, frame: pd.DataFrame, x: str, *more: str, **channels: Any) -> alt.Chart:
+        columns = ["seed", *(field.split(":")[0] for field in more), *(["arm_name"] if "arm_name" in frame else [])]
+        return alt.Chart(data(frame[columns], name)).encode(
+            x=_along(x, metric),
             y=alt.Y("seed:O", title="seed"),
             tooltip=[alt.Tooltip(name, format=".4~g") for name in ("seed:Q", *more)],
             **channels,
@@ -289,26 +295,33 @@ def _paired(title: str, judged: Verdict, rows: pd.DataFrame, wide: pd.DataFrame)
 
     color = _color(rows.arm)
     chart = alt.layer(
-        layer(rows[rows.arm == judged.control], "value:Q", "draw:Q", "value:Q", color=color).mark_tick(
+        layer("random draws", rows[rows.arm == judged.control], "value:Q", "draw:Q", "value:Q", color=color).mark_tick(
             opacity=0.4, thickness=1
         ),
-        layer(wide, "control:Q", "control:Q", "value:Q", "difference:Q", x2="value:Q").mark_rule(
+        layer("pairs", pairs, "control:Q", "control:Q", "value:Q", "difference:Q", x2="value:Q").mark_rule(
             color=COLORS["random"], strokeWidth=1.5
         ),
-        layer(means, "value:Q", "value:Q", color=color).mark_point(filled=True, size=60, opacity=1),
+        layer("means", means, "value:Q", "value:Q", color=color).mark_point(filled=True, size=60, opacity=1),
     )
-    above, n = int((wide.difference > 0).sum()), len(wide)
-    mean, low, high = summary(wide.difference)[1:]
+    above, n = int((pairs.difference > 0).sum()), len(pairs)
+    mean, low, high = summary(pairs.difference)[1:]
     draws = rows[rows.arm == judged.control].groupby("seed").draw.nunique()
     return Figure(
         title,
-        _sized(chart, max(120, 22 * n)),
+        wide(chart, max(120, 22 * n)),
         f"n = {n} seed{'s' * (n != 1)}: points are {ARMS.get(judged.arm, judged.arm)} and the mean of "
-        f"{_span(draws)} random draws (ticks) of the same seed. {above} of {n} seeds are above; mean difference "
-        f"{mean:+.3f}, 95% interval {interval(low, high, '+.3f') or 'none'} (Student's t, for these seeds alone).",
+        f"{_span(draws)} random draw{'s' * bool(draws.max() != 1)} (ticks) of the same seed. {above} of {n} seeds are "
+        f"above; mean difference {mean:+.3f}, 95% interval {interval(low, high, '+.3f') or 'none'} (Student's t, for "
+        "these seeds alone).",
         f"{metric} of {judged.arm} and {judged.control}, seed by seed: "
-        + "; ".join(f"seed {r.seed}: {r.value:.3f} and {r.control:.3f}" for r in wide.itertuples()),
+        + "; ".join(f"seed {r.seed}: {r.value:.3f} and {r.control:.3f}" for r in pairs.itertuples()),
     )
+
+
+def _thin(n: int) -> str:
+    """What is said of the lines of random draws."""
+    few = "there is no random draw." if n == 0 else "the thin line is the one random draw."
+    return f"the {n} thin lines, one a random draw, show the spread." if n > 1 else few
 
 
 def _span(numbers: pd.Series) -> str:
@@ -321,11 +334,13 @@ def layer_scatter(scan: pd.DataFrame) -> Figure:
     rows = scan.replace([np.inf, -np.inf], np.nan).dropna(subset=["effect", "unlearning"])
     shown = rows if len(rows) <= MOST_POINTS else rows.sample(MOST_POINTS, random_state=0)
     chart = (
-        alt.Chart(_data(shown[["layer", "fact", "effect", "unlearning"]]))
+        alt.Chart(data(shown[["layer", "fact", "effect", "unlearning"]]))
         .mark_circle(size=36, opacity=0.65)
         .encode(
-            x=alt.X("effect:Q", title="causal effect of the layer, by patching"),
-            y=alt.Y("unlearning:Q", title="unlearning by editing that layer alone"),
+            x=_along("effect:Q", "causal effect of the layer, by patching"),
+            y=alt.Y(
+                "unlearning:Q", title="unlearning by editing that layer alone", scale=alt.Scale(zero=False, padding=8)
+            ),
             color=alt.Color("layer:Q", scale=alt.Scale(scheme=VIRIDIS), title="layer"),
             tooltip=[
                 "fact:N",
@@ -338,7 +353,7 @@ def layer_scatter(scan: pd.DataFrame) -> Figure:
     sample = "" if len(shown) == len(rows) else f" ({len(shown)} of them drawn, chosen at random)"
     return Figure(
         "Localization against unlearning",
-        _sized(chart, 360),
+        wide(chart, 360),
         f"n = {len(rows)} pairs of fact and layer{sample}, from {rows.fact.nunique()} facts, "
         f"{rows.layer.nunique()} layers and {_seeds(scan)}; the interval of the correlation resamples "
         "whole facts.",
@@ -366,7 +381,7 @@ def layer_maps(scan: pd.DataFrame) -> list[Figure]:
             else alt.Scale(scheme=VIRIDIS)
         )
         chart = (
-            alt.Chart(_data(means[["layer", "fact", name]]))
+            alt.Chart(data(means[["layer", "fact", name]]))
             .mark_rect()
             .encode(
                 x=alt.X(
@@ -385,7 +400,7 @@ def layer_maps(scan: pd.DataFrame) -> list[Figure]:
         figures.append(
             Figure(
                 title,
-                _sized(chart, max(120, 16 * means.layer.nunique())),
+                wide(chart, max(120, 16 * means.layer.nunique())),
                 f"n = {len(facts)} facts{left} in {means.layer.nunique()} layers, mean over {_seeds(scan)}, "
                 f"single values without interval. Largest mean over the facts: layer {best}.",
                 f"{title}, mean of each layer: " + "; ".join(f"layer {i}: {v:.3f}" for i, v in by_layer[name].items()),
@@ -408,21 +423,39 @@ def interval(low: float, high: float, shape: str = ".3f") -> str:
     return f"[{low:{shape}}, {high:{shape}}]" if math.isfinite(low) and math.isfinite(high) else ""
 
 
+def _along(field: str, title: str, *, zero: bool = False) -> alt.X:
+    """A horizontal axis with as many ticks as have room."""
+    few = alt.Axis(tickCount=alt.ExprRef("ceil(width / 70)"))
+    return alt.X(field, title=title, scale=alt.Scale(zero=zero, nice=True), axis=few)
+
+
 def _color(arms: pd.Series, *, legend: bool = True) -> alt.Color:
+    return alt.Color("arm_name:N", scale=_scale(arms, COLORS, "#B0B000"), title=None, legend=LEGEND if legend else None)
+
+
+def _shape(arms: pd.Series) -> alt.Shape:
+    """Diamonds for what is not edited; in the legend too."""
+    scale = _scale(arms, dict.fromkeys(UNEDITED, "diamond"), "circle")
+    return alt.Shape("arm_name:N", scale=scale, title=None, legend=LEGEND)
+
+
+def _scale(arms: pd.Series, values: dict[str, str], other: str) -> alt.Scale:
     names = sorted(set(arms), key=lambda arm: (place(arm), arm))
-    colors = [COLORS.get(arm, "#B0B000") for arm in names]
-    scale = alt.Scale(domain=[ARMS.get(arm, arm) for arm in names], range=colors)
-    shown = alt.Legend(orient="bottom", columns=2, labelLimit=180, symbolOpacity=1) if legend else None
-    return alt.Color("shown:N", scale=scale, title=None, legend=shown)
+    return alt.Scale(domain=[ARMS.get(arm, arm) for arm in names], range=[values.get(arm, other) for arm in names])
 
 
-def _data(frame: pd.DataFrame) -> alt.Data:
-    """Rows as plain JSON values with five decimals; NaN becomes null."""
-    return alt.Data(values=json.loads(frame.to_json(orient="records", double_precision=5)))
+def data(frame: pd.DataFrame, name: str | None = None) -> alt.Data:
+    """Rows that travel with a chart, numbers with five digits; NaN becomes null.
+
+    name: what the rows are, for charts of several tables
+    """
+    short = frame.select_dtypes("float").map(lambda x: float(f"{x:.5g}"))
+    rows = json.loads(frame.assign(**short).to_json(orient="records", double_precision=15))
+    return alt.Data(values=rows, **({"name": name} if name else {}))
 
 
-def _sized(chart: Any, height: int) -> Any:
-    """As wide as its place on the page or in the notebook."""
+def wide(chart: Any, height: int) -> Any:
+    """A chart as wide as its place on the page or in the notebook."""
     fit = alt.AutoSizeParams(type="fit-x", contains="padding")
     return chart.properties(width="container", height=height, autosize=fit)
 

@@ -1,19 +1,17 @@
-"""A run folder as one self-contained page: the verdict, the charts, the table, the settings.
+"""A run folder as one self-contained page: the verdict, the charts, the tables, the settings.
 
-The page asks nothing of the network: the scripts that draw its charts are written into it once, and its
+The page asks nothing of the network: the script that draws its charts is written into it once, and its
 content security policy forbids all else. Charts are functions of the table; nothing here computes a model.
 """
 
-import functools
 import json
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import altair as alt
-import jinja2
 import pandas as pd
-import vl_convert
 from markupsafe import Markup
 
 from locus.charts import (
@@ -36,11 +34,22 @@ from locus.evaluate import DIRECTION, limits
 from locus.folder import write
 from locus.sequential import Looks
 from locus.verdict import Verdict, contrasts, localization_effect, primary_arm, verdict
+from locus.view.show import Panel, View, script, template
 
-MAIN = [
-    *("aues", "forget_at_95", "mu95", "forget_quality", "utility", "drift", "distance_to_retained"),
-    *("distance_to_planted", "update_norm", "learning_rate", "n_parameters"),
-]
+# What the table of results shows, and what each column means.
+MAIN = {
+    "aues": "area under the trade-off: how much is forgotten at each retain strength that is kept; 0 to 1",
+    "forget_at_95": "the most that is forgotten while 95% of the retain strength is kept",
+    "mu95": "log10 of the best forget quality while 95% of the retain strength is kept",
+    "forget_quality": "p-value of a Kolmogorov-Smirnov test: are the truth ratios of the forgotten facts those of a "
+    "model that was never taught them? Higher is harder to tell apart",
+    "utility": "harmonic mean of probability, extraction strength and 1 - truth ratio on the facts that are kept",
+    "drift": "KL(original ‖ edited) per token of other text, in nats",
+    "distance_to_retained": "L2 distance of the weights to those of θ_r, the model that was never taught the facts",
+    "update_norm": "L2 norm of all changes of the weights",
+    "learning_rate": "the rate that tuning chose",
+    "n_parameters": "how many parameters may change",
+}
 STAGES = {
     "pretrained": "θ_p, before all teaching",
     "retain": "θ_r, taught what is kept",
@@ -90,36 +99,60 @@ def page(table: pd.DataFrame, *, scan: pd.DataFrame | None = None, settings: dic
     everything = whole_runs(table)
     whole = unattacked(everything)
     controlled = primary_arm(table) == "oracle"
-    pairs = judged if controlled and judged and judged.rows.difference.notna().any() else None
+    pairs = judged if judged and judged.rows.difference.notna().any() else None
+    shown = [metric for metric in MAIN if metric in set(whole.metric)]
     blocks = [(name, value) for name, value in settings.items() if name != "tuning" and isinstance(value, dict)]
     blocks += [("other", rest)] if (rest := {k: v for k, v in settings.items() if not isinstance(v, dict)}) else []
     effect = localization_effect(scan) if scan is not None and len(scan) else None
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["spec"] = _spec
-    template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
+    return template("report.html.jinja").render(
         title=" · ".join(str(v) for name in ("model", "facts") for v in _values(table, name)) or "empty table",
+        seeds=_count(len(_values(table, "seed")), "seed"),
         controlled=controlled,
         sentence=sentence,
         judged=judged,
-        verdicts=_verdict_rows(judged) if judged else [],
-        paired=[differences(pairs), *paired_seeds(table, pairs)] if pairs else [],
-        secondary=_secondary(contrasts(table, metric=pairs.metric)) if pairs else [],
-        strengths=_strengths(whole) if controlled else {},
+        verdicts=_verdicts(judged) if judged else None,
+        tests=_tests(judged) if judged else None,
+        forest=_view(differences(pairs)) if pairs else None,
+        paired=_views(paired_seeds(table, pairs)) if pairs else [],
+        secondary=_secondary(contrasts(table, metric=pairs.metric)) if pairs else None,
+        strengths=_strengths(whole) if controlled else None,
         recovery=_recovery(everything),
-        tradeoffs=[*tradeoffs(table)],
-        arms=[*areas(table)],
+        tradeoffs=_views(tradeoffs(table)),
+        arms=_views(areas(table)),
         effect=effect,
-        effect_rows=[] if effect is None else list(effect.r2.round(3).itertuples()),
-        scatter=None if effect is None else layer_scatter(scan),
-        heat=[] if effect is None else layer_maps(scan),
-        results=_results(whole, [m for m in MAIN if m in set(whole.metric)]),
+        predictors=None if effect is None else _predictors(effect.r2),
+        scatter=None if effect is None else _view(layer_scatter(scan)),
+        heat=[] if effect is None else _views(layer_maps(scan)),
+        results=_results(whole, shown),
+        meanings=[(name.replace("_", " "), MAIN[name]) for name in shown],
         everything=_results(whole, sorted({m for m in set(whole.metric) - set(MAIN) if "recovery" not in m})),
         statuses=_statuses(whole),
         tuning=_tuning(settings.get("tuning") or {}),
         settings=[(name, [(k, _plain(v)) for k, v in value.items()]) for name, value in blocks],
-        script=_script(),
+        script=script(("vega",)),
     )
+
+
+# A cell is a text, or a text with a smaller one below it; a head a text, or a text with an arrow and its meaning.
+Cell = str | tuple[str, str]
+Head = str | tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page, its first column the names of the rows; after `words` columns the others are numbers."""
+
+    heads: Sequence[Head]
+    rows: Sequence[Sequence[Cell]]
+    words: int
+
+
+def _view(figure: Figure) -> View:
+    return View(figure.title, figure.caption, figure.alt, (Panel(figure.chart),))
+
+
+def _views(figures: Iterable[Figure]) -> list[View]:
+    return [_view(figure) for figure in figures]
 
 
 def _read(path: Path) -> pd.DataFrame:
@@ -142,171 +175,174 @@ def _judge(table: pd.DataFrame, rule: dict[str, Any]) -> tuple[Verdict | None, s
     return judged, judged.sentence
 
 
-def _verdict_rows(judged: Verdict) -> list[dict[str, Any]]:
+def _verdicts(judged: Verdict) -> Table:
+    heads = ["comparison", "verdict", "difference", "95% interval", "90% interval", "seeds", "above random draws"]
     rows = []
-    for row in judged.rows.to_dict("records"):
-        wilcoxon = row["p_wilcoxon"]
-        need = [row["n_if_none"], row["n_if_observed"]]
+    for name, row in zip(_names(judged), judged.rows.to_dict("records"), strict=True):
         rows.append(
-            {
-                "what": " · ".join(
-                    str(row[name]) for name in ("localizer", "objective", "budget") if name in row and row[name] != ""
-                ),
-                "verdict": row["verdict"],
-                "difference": f"{row['difference']:+.3f}" if math.isfinite(row["difference"]) else "–",
-                "interval90": interval(row["low90"], row["high90"], "+.3f"),
-                "interval95": interval(row["low95"], row["high95"], "+.3f"),
-                "n": row["n"],
-                "tests": [
-                    _test(name, row[f"p_{column}"], row[f"level_{column}"])
-                    for name, column in (("none", "equivalent"), ("some", "different"))
-                ],
-                "rank": f"above {row['above']} of {row['of']}",
-                "wilcoxon": f"{wilcoxon:.3f}" if math.isfinite(wilcoxon) else "–",
-                "need": " / ".join(f"{n:.0f}" for n in need) if all(map(math.isfinite, need)) else "–",
-            }
+            (
+                name,
+                Markup('<span class="word {0}">{0}</span>').format(row["verdict"]),
+                f"{row['difference']:+.3f}" if math.isfinite(row["difference"]) else "–",
+                interval(row["low95"], row["high95"], "+.3f") or "–",
+                interval(row["low90"], row["high90"], "+.3f") or "–",
+                str(row["n"]),
+                f"{row['above']} of {row['of']}",
+            )
         )
-    return rows
+    return Table(heads, rows, words=2)
 
 
-def _test(name: str, p: float, level: float) -> str:
+def _tests(judged: Verdict) -> Table:
+    """P-values beside the levels they were held to, and how many seeds would decide what is undecided."""
+    heads = ["comparison", "no difference: p", "some difference: p", "Wilcoxon p", "seeds to decide, if none"]
+    heads += ["seeds to decide, if as observed"]
+    rows = []
+    for name, row in zip(_names(judged), judged.rows.to_dict("records"), strict=True):
+        tests = [_test(row[f"p_{word}"], row[f"level_{word}"]) for word in ("equivalent", "different")]
+        wilcoxon = f"{row['p_wilcoxon']:.3f}" if math.isfinite(row["p_wilcoxon"]) else "–"
+        need = [f"{row[n]:.0f}" if math.isfinite(row[n]) else "–" for n in ("n_if_none", "n_if_observed")]
+        rows.append((name, *tests, wilcoxon, *need))
+    return Table(heads, rows, words=1)
+
+
+def _names(judged: Verdict) -> list[str]:
+    """Localizer and objective of each comparison, and its budget where there are several."""
+    named = [name for name in ("localizer", "objective", "budget") if name in judged.rows]
+    named = [name for name in named if name != "budget" or judged.rows.budget.nunique() > 1]
+    return [
+        " · ".join(str(row[name]) for name in named if row[name] != "") or "–" for row in judged.rows.to_dict("records")
+    ]
+
+
+def _test(p: float, level: float) -> str:
     """A p-value beside the level that it had to be below, after Holm's method and the looks."""
-    return f"{name}: {p:.2g} {'<' if p < level else '≥'} {level:.2g}" if math.isfinite(p) else ""
+    return f"{p:.2g} {'<' if p < level else '≥'} {level:.2g}" if math.isfinite(p) else "–"
 
 
-def _secondary(rows: pd.DataFrame) -> list[dict[str, Any]]:
+def _secondary(rows: pd.DataFrame) -> Table | None:
     """Secondary contrasts as words: what minus what, in which metric, and the difference with its interval."""
     named = [name for name in ("localizer", "objective", "attack") if name in rows]
-    found = []
-    for row in rows.to_dict("records"):
-        better = DIRECTION.get(row["metric"], "")
-        found.append(
-            {
-                "what": f"{ARMS.get(row['arm'], row['arm'])} − {ARMS.get(row['control'], row['control'])}",
-                "where": " · ".join(str(row[name]) for name in named if row[name]),
-                "metric": row["metric"].replace("_", " ") + {"higher": " ↑", "lower": " ↓"}.get(better, ""),
-                "difference": f"{row['difference']:+.3f}",
-                "interval": interval(row["low95"], row["high95"], "+.3f") or "–",
-                "n": row["n"],
-                "draws": row["draws"],
-            }
+    heads = ["contrast", " · ".join(named), "metric", "difference", "95% interval", "seeds", "draws"]
+    found = [
+        (
+            f"{ARMS.get(row['arm'], row['arm'])} − {ARMS.get(row['control'], row['control'])}",
+            " · ".join(str(row[name]) for name in named if row[name]),
+            " ".join(_head(row["metric"])[:2]).strip(),
+            f"{row['difference']:+.3f}",
+            interval(row["low95"], row["high95"], "+.3f") or "–",
+            str(row["n"]),
+            str(row["draws"]),
         )
-    return found
+        for row in rows.to_dict("records")
+    ]
+    return Table(heads, found, words=3) if found else None
 
 
-def _strengths(whole: pd.DataFrame) -> dict[str, Any]:
+def _strengths(whole: pd.DataFrame) -> dict[str, Any] | None:
     """How well θ_p, θ_r and θ_o know each part of the facts, and what planting cost: θ_r − θ_o of the same seed."""
     rows = whole[whole.arm.isin(STAGES) & whole.metric.isin(STRENGTHS)]
     wide = rows.pivot_table(index="seed", columns=["arm", "metric"], values="value")
     stages = [(name, wide[arm], (0.0, 1.0)) for arm, name in STAGES.items() if arm in wide]
     if not stages:
-        return {}
+        return None
     if {"retain", "none"} <= set(rows.arm):
         stages.append(("θ_r − θ_o", wide["retain"] - wide["none"], (-1.0, 1.0)))
     metrics = [m for m in STRENGTHS if m in set(rows.metric)]
-    return {
-        "heads": [m.removesuffix("_extraction_strength") for m in metrics],
-        "n": len(wide),
-        "rows": [
-            (name, [_cell(summary(found[m], within)) if m in found else ("–", "") for m in metrics])
-            for name, found, within in stages
-        ],
-    }
+    lines = [
+        (name, *(_cell(summary(found[m], within)) if m in found else "–" for m in metrics))
+        for name, found, within in stages
+    ]
+    heads = ["stage", *(m.removesuffix("_extraction_strength") for m in metrics)]
+    return {"n": len(wide), "table": Table(heads, lines, words=1)}
 
 
-def _recovery(whole: pd.DataFrame) -> dict[str, Any]:
+def _predictors(r2: pd.DataFrame) -> Table:
+    rows = [
+        ({"both": "layer × effect"}.get(str(row[0]), str(row[0])), *(f"{value:.3f}" for value in row[1:]))
+        for row in r2.itertuples()
+    ]
+    return Table(["predictor", "R²", "adjusted R²", "R² on facts not fitted"], rows, words=1)
+
+
+def _recovery(whole: pd.DataFrame) -> Table | None:
     """What came back under attack, by arm and attack."""
     attacked = whole[(whole.attack != "") | whole.metric.str.startswith("recovery")]
     metrics = sorted(set(attacked.metric), key=lambda m: (not m.startswith("recovery"), m))
-    return _results(attacked, metrics, by="attack")
+    return _results(attacked, metrics, by=("attack",))
 
 
-def _results(whole: pd.DataFrame, metrics: list[str], *, by: str | None = None) -> dict[str, Any]:
+def _results(whole: pd.DataFrame, metrics: list[str], *, by: tuple[str, ...] = ()) -> Table | None:
     """Mean and 95% interval over the seeds (draws averaged within a seed first), one arm a row."""
     rows = whole[whole.metric.isin(metrics)]
     if rows.empty:
-        return {}
-    rows = rows.assign(more=rows[by] if by else "")
-    key = ["objective", "localizer", "arm", "more"]
+        return None
+    key = ["arm", "localizer", "objective", *by]
     seeds = rows.groupby([*key, "seed", "metric"], sort=False).value.mean().reset_index()
     found = seeds.groupby([*key, "metric"], sort=False).value
     cells = {where: summary(values, limits(str(where[-1]))) for where, values in found}
     draws = rows.groupby(key, sort=False).draw.nunique().to_dict()
-    lines = []
-    for objective, localizer, arm, extra in sorted(draws, key=lambda k: (k[0], k[3], k[1], place(k[2]))):
-        own = [cells.get((objective, localizer, arm, extra, metric)) for metric in metrics]
-        n = max((cell[0] for cell in own if cell), default=0)
-        lines.append(
-            {
-                "arm": ARMS.get(arm, arm),
-                "localizer": localizer or "–",
-                "objective": objective or "–",
-                "n": n,
-                "more": extra or "–",
-                "draws": draws[objective, localizer, arm, extra],
-                "cells": [_cell(cell) for cell in own],
-            }
-        )
+    named = [i for i, name in enumerate(key) if name == "arm" or (rows[name] != "").any()]
+    lines: list[list[Cell]] = []
+    for where in sorted(draws, key=lambda k: (k[2], *k[3:], k[1], place(k[0]))):
+        own = {metric: cells.get((*where, metric)) for metric in metrics}
+        n = max((cell[0] for cell in own.values() if cell), default=0)
+        words = [ARMS.get(where[0], where[0]), *(name or "–" for name in where[1:])]
+        lines.append([*(words[i] for i in named), str(n), str(draws[where]), *(_cell(own[m], m) for m in metrics)])
+    return Table([*(key[i] for i in named), "seeds", "draws", *map(_head, metrics)], lines, words=len(named))
+
+
+def _head(metric: str) -> tuple[str, str, str]:
+    """A metric's name, an arrow and words for its better direction."""
     words = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
-    heads = [(m.replace("_", " "), *words.get(DIRECTION.get(m, ""), ("", "no better direction"))) for m in metrics]
-    return {"heads": heads, "rows": lines, "by": by}
+    return metric.replace("_", " "), *words.get(DIRECTION.get(metric, ""), ("", "no better direction"))
 
 
-def _cell(cell: tuple[int, float, float, float] | None) -> tuple[str, str]:
+def _cell(cell: tuple[int, float, float, float] | None, metric: str = "") -> Cell:
+    """A mean over its interval, with as many decimals as its neighbors unless nothing were left of it."""
     if cell is None or not cell[0]:
-        return "–", ""
+        return "–"
     _, mean, low, high = cell
-    shape = ",.0f" if abs(mean) >= 1000 else ".3g" if abs(mean) < 0.01 and mean else ".3f"
-    return f"{mean:{shape}}", interval(low, high, shape) if low != high else ""
+    small = 0 < abs(mean) < (0.1 if metric == "learning_rate" else 0.0005)
+    shape = ",.0f" if abs(mean) >= 1000 else ".3g" if small else ".3f"
+    return f"{mean:{shape}}", "" if math.isclose(low, high, rel_tol=1e-9) else interval(low, high, shape)
 
 
-def _statuses(whole: pd.DataFrame) -> dict[str, Any]:
+def _statuses(whole: pd.DataFrame) -> dict[str, Any] | None:
     """How many runs ended how, by arm."""
     runs = whole[~whole.arm.isin(UNEDITED)].drop_duplicates(["objective", "localizer", "arm", "seed", "draw"])
     runs = runs.assign(status=runs.status.where(runs.status != "", "unknown"))
     if runs.empty:
-        return {}
+        return None
     counts = runs.groupby(["arm", "status"]).size().unstack(fill_value=0)
     counts = counts.reindex([arm for arm in [*ARMS, *counts.index.difference(list(ARMS))] if arm in counts.index])
     bad = int((runs.status != "finished").sum())
+    rows = [(str(ARMS.get(arm, arm)), *map(str, row)) for arm, row in zip(counts.index, counts.to_numpy(), strict=True)]
     return {
         "sentence": f"{bad} of {len(runs)} runs did not simply finish." if bad else f"All {len(runs)} runs finished.",
-        "heads": list(counts.columns),
-        "rows": [(ARMS.get(arm, arm), row.tolist()) for arm, row in counts.iterrows()],
+        "table": Table(["arm", *counts.columns], rows, words=1),
     }
 
 
-def _tuning(tuning: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of (objective, type of arm): every rate tried with its AUES, and the chosen one."""
+def _tuning(tuning: dict[str, Any]) -> Table | None:
+    """Every rate tried with its AUES, by objective and type of arm, and the chosen one."""
     rows = []
     for objective, kinds in tuning.items():
         for kind, found in kinds.items() if isinstance(kinds, dict) else ():
             grid = found.get("mean AUES by rate", {}) if isinstance(found, dict) else {}
             chosen = found.get("chosen") if isinstance(found, dict) else None
             tried = [
-                (
-                    f"{float(rate):.3g}",
-                    f"{value:.3f}" if isinstance(value, float) else str(value),
-                    float(rate) == chosen,
-                )
+                f"{float(rate):.3g}: {f'{value:.3f}' if isinstance(value, float) else value}"
+                + " (chosen)" * (chosen is not None and math.isclose(float(rate), chosen, rel_tol=1e-4))
                 for rate, value in grid.items()
             ]
-            rows.append({"objective": objective, "kind": kind, "tried": tried, "edge": bool(found.get("at the edge"))})
-    return rows
+            edge = "best at the edge of the grid" if found.get("at the edge") else ""
+            rows.append((str(objective), str(kind), " · ".join(tried), edge))
+    return Table(["objective", "type of arm", "rate: AUES", "note"], rows, words=4) if rows else None
 
 
-@functools.cache
-def _script() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script that defines `vegaEmbed`."""
-    version = alt.SCHEMA_VERSION.removeprefix("v").rsplit(".", 1)[0]
-    bundle = vl_convert.javascript_bundle(vl_version=version)  # type: ignore[call-arg]
-    return bundle.replace("</script", "<\\/script")
-
-
-def _spec(figure: Figure) -> Markup:
-    """The specification of a chart as JSON that cannot end the script element that holds it."""
-    text = figure.chart.to_json(indent=None)
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}" if n else ""
 
 
 def _values(table: pd.DataFrame, name: str) -> list[Any]:

@@ -1,12 +1,13 @@
+import csv
 import html
 import json
 import re
-import shutil
-import subprocess
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import pytest
+from browser import CHROMIUM, browser, opened
 from synthetic import standard, synthetic_study
 
 from locus import charts
@@ -79,9 +80,7 @@ def words(text: str) -> str:
 
 
 def specs(text: str) -> list[dict]:
-    return [
-        json.loads(s) for s in re.findall(r'<script type="application/json" class="spec">(.*?)</script>', text, re.S)
-    ]
+    return [json.loads(html.unescape(s)) for s in re.findall(r"data-panel='(.*?)'", text, re.S)]
 
 
 @pytest.fixture(scope="module")
@@ -108,22 +107,24 @@ def test_the_page_says_what_the_study_found(made):
     assert "12,345" in text and "update norm" in text
     assert re.search(r"drift ↓ lower is better", text) and re.search(r"aues ↑ higher is better", text)
     assert "forget probability ↓ lower is better" in text and "update norm no better direction" in text
+    assert "KL(original ‖ edited) per token" in text and "mu95" not in text  # the columns that there are, explained
     assert "localizers" in text and '["A()", "B()"]' in text
 
 
 def test_the_page_asks_nothing_of_the_network(made):
-    outside = re.sub(r"<script>.*?</script>", "", made, flags=re.S)  # vega's own code names its homepage in strings
+    outside = re.sub(r"<script>.*?</script>", "", made, flags=re.S)
     outside = re.sub(r'"\$schema": ?"[^"]*"', "", outside)
-    assert not re.search(r"(src|href)\s*=|@import|url\(|https?:", outside.replace("img-src data: blob:", ""))
+    outside = outside.replace("img-src data: blob:", "").replace('href="#', "")
+    assert not re.search(r"(src|href)\s*=|@import|url\(|https?:", outside)
     assert "default-src 'none'" in made
-    assert made.count("vegaEmbed=") + made.count("vegaEmbed =") == 1
+    assert made.count("DecompressionStream") == 1 and made.count("<script>") == 2
 
 
 def test_each_chart_has_data_words_and_a_caption(made):
     found = specs(made)
-    assert len(found) == 2 + 1 + 1 + 2  # trade-offs, areas, scatter, heat maps
+    assert len(found) == 1 + 2 + 2 + 1 + 1 + 2  # differences, seeds, trade-offs, areas, scatter, heat maps
     assert all(layer["data"]["values"] for spec in found for layer in spec.get("layer", [spec]))
-    captions = re.findall(r"<figcaption>(.*?)</figcaption>", made, re.S)
+    captions = re.findall(r"<figcaption.*?>(.*?)</figcaption>", made, re.S)
     assert len(captions) == len(found)
     assert all("n = " in c and "seed" in c and "interval" in c for c in captions)
     assert made.count('role="img" aria-label="') == len(found)
@@ -230,9 +231,18 @@ RULE = {
 
 
 @pytest.fixture(scope="module")
-def controlled(tmp_path_factory) -> str:
-    out = folder(tmp_path_factory.mktemp("controlled"), synthetic_study(CONTROLLED), settings=RULE)
-    return report(out).read_text(encoding="utf-8")
+def reports(tmp_path_factory) -> dict:
+    """A report of each kind of study, and how many figures it has."""
+    compared, planted = tmp_path_factory.mktemp("compared"), tmp_path_factory.mktemp("planted")
+    return {
+        "compared": (report(folder(compared, table(), scan(name=NASTY), SETTINGS)), 9),
+        "controlled": (report(folder(planted, synthetic_study(CONTROLLED), settings=RULE)), 11),
+    }
+
+
+@pytest.fixture(scope="module")
+def controlled(reports) -> str:
+    return reports["controlled"][0].read_text(encoding="utf-8")
 
 
 def test_the_page_of_a_controlled_study(controlled):
@@ -242,14 +252,14 @@ def test_the_page_of_a_controlled_study(controlled):
     assert "is equivalent within ± 0.03" in text and "NPO is better" in text
     assert "After 8 of at most 12 seeds (look 2 of 3; tests and intervals are corrected for the looks) all is" in text
     assert "corrected for the looks" in text and "looks at 4, 8, 12 seeds (obrien-fleming spending" in text
-    assert re.search(r"none: \S+ ≥ \S+; some: \S+ < \S+", text)
+    assert re.search(r"no difference: p some difference: p .* NPO \S+ ≥ \S+ \S+ < \S+", text)
     assert "Other contrasts" in text and "true location (oracle) − set back (revert)" in text
     assert "located (top) − true location (oracle) A · WGA aues ↑" in text
     found = specs(controlled)
     # A forest of the differences, seeds and areas of each objective, and trade-offs: without and with each localizer.
     assert len(found) == 1 + 2 + 2 + 2 * 3
     assert all(layer["data"]["values"] for spec in found for layer in spec["layer"])
-    captions = re.findall(r"<figcaption>(.*?)</figcaption>", controlled, re.S)
+    captions = re.findall(r"<figcaption.*?>(.*?)</figcaption>", controlled, re.S)
     assert len(captions) == len(found) and all("n = " in c and "seed" in c and "interval" in c for c in captions)
 
 
@@ -260,10 +270,10 @@ def test_what_each_stage_knew(controlled):
     cost = f"θ_r − θ_o -0.850 0.045 [{0.045 - half:.3f}, {0.045 + half:.3f}]"
     assert "stage forget holdout" in text and cost in text
     assert "θ_p, before all teaching 0.100 0.100" in text
-    some = synthetic_study(CONTROLLED)
+    some = synthetic_study(CONTROLLED, localizers=())
     some = words(page(some[some.arm != "pretrained"]))
     assert "θ_r, taught what is kept" in some and "θ_p, before" not in some
-    none = synthetic_study(CONTROLLED)
+    none = synthetic_study(CONTROLLED, localizers=())
     assert "at each stage" not in words(page(none[~none.metric.str.endswith("extraction_strength")]))
 
 
@@ -271,11 +281,12 @@ def test_what_came_back(controlled):
     text = words(controlled)
     assert "What came back under attack" in text
     start = text.index("What came back under attack")
+    start = text.index("What came back under attack", start + 1)  # after the contents
     rows = text[start : text.index("Results", start)]
     assert "recovery best" in rows and rows.index("recovery best") < rows.index("attacked best")
-    assert "true location (oracle) – NPO any 8 1 0.335 [0.315, 0.355]" in rows
-    assert "random, same size – NPO full 8 1 0.200" in rows and "never taught them (θ_r) – – lora 8 1 – – 0.200" in rows
-    assert "What came back" not in words(page(synthetic_study(CONTROLLED, attacks=())))
+    assert "true location (oracle) NPO any 8 1 0.335 [0.315, 0.355]" in rows
+    assert "random, same size NPO full 8 1 0.200" in rows and "never taught them (θ_r) – lora 8 1 – – 0.200" in rows
+    assert "What came back" not in words(page(synthetic_study(CONTROLLED, attacks=(), localizers=())))
     # An attack's own steps are no part of the trade-off.
     lines = next(charts.tradeoffs(synthetic_study(CONTROLLED))).chart.to_dict()["layer"][1]["data"]["values"]
     oracle = next(row for row in lines if row["line"] == "oracle0" and row["step"] == 2)
@@ -286,7 +297,7 @@ def test_seeds_are_paired_with_their_own_draws():
     frame = synthetic_study(CONTROLLED)
     judged = verdict(frame)
     figures = list(charts.paired_seeds(frame, judged))
-    assert [figure.title for figure in figures] == ["NPO", "WGA"]
+    assert [figure.title for figure in figures] == ["Seed by seed, NPO", "Seed by seed, WGA"]
     draws, lines, points = (layer["data"]["values"] for layer in figures[0].chart.to_dict()["layer"])
     assert len(draws) == 8 * 3 and len(points) == 8 * 2
     assert [line["difference"] for line in lines] == pytest.approx(CONTROLLED["NPO"], abs=2e-5)
@@ -303,12 +314,20 @@ def test_seeds_are_paired_with_their_own_draws():
 @pytest.mark.parametrize(
     "frame, expected",
     [
-        (synthetic_study(CONTROLLED).query("arm == 'oracle'"), "No verdict: verdict compares arm 'oracle'"),
+        (
+            synthetic_study(CONTROLLED, localizers=()).query("arm == 'oracle'"),
+            "No verdict: verdict compares arm 'oracle'",
+        ),
         (synthetic_study({"NPO": [0.1]}), "descriptive: too few seeds"),
-        (synthetic_study(CONTROLLED).assign(value=np.nan), "no complete pair of runs"),
-        (synthetic_study(CONTROLLED).query("step >= 0"), "No verdict"),
-        (synthetic_study(CONTROLLED).query("step == -1"), "holds no trajectory"),
-        (synthetic_study(CONTROLLED).drop(columns=["attack", "status", "kind"]).query("metric == 'aues'"), "NPO is"),
+        (synthetic_study(CONTROLLED, localizers=()).assign(value=np.nan), "no complete pair of runs"),
+        (synthetic_study(CONTROLLED, localizers=()).query("step >= 0"), "No verdict"),
+        (synthetic_study(CONTROLLED, localizers=()).query("step == -1"), "holds no trajectory"),
+        (
+            synthetic_study(CONTROLLED, localizers=())
+            .drop(columns=["attack", "status", "kind"])
+            .query("metric == 'aues'"),
+            "NPO is",
+        ),
         (synthetic_study({"NPO": standard(0.0, 0.03, 4), "WGA": [0.0]}), "WGA is"),
     ],
     ids=["one arm", "one seed", "nan", "no runs", "no curves", "few columns", "an objective behind"],
@@ -319,25 +338,168 @@ def test_little_or_broken_controlled_tables_still_make_a_page(frame, expected):
 
 def test_a_plan_of_looks_that_the_table_has_passed():
     rule = {"verdict rule": {"looks": {"at": [4, 6], "spending": "pocock"}}}
-    assert "No verdict: Looks were planned at (4, 6) seeds" in words(page(synthetic_study(CONTROLLED), settings=rule))
+    assert "No verdict: Looks were planned at (4, 6) seeds" in words(
+        page(synthetic_study(CONTROLLED, localizers=()), settings=rule)
+    )
 
 
-@pytest.mark.parametrize("study", ["compared", "controlled"])
-def test_a_browser_draws_every_chart(tmp_path, study):
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("needs Chromium")
-    compared = (table(), scan(name=NASTY), SETTINGS)
-    path = report(folder(tmp_path, *(compared if study == "compared" else (synthetic_study(CONTROLLED), None, RULE))))
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
-        "--disable-background-networking",
-    ]
-    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
-    flags += ["--virtual-time-budget=20000", "--dump-dom"]
-    dom = subprocess.run([browser, *flags, path.as_uri()], capture_output=True, text=True, timeout=120).stdout
-    assert dom.count("<svg") >= (6 if study == "compared" else 11) and 'class="mark-rect' in dom
-    assert "located (top)" in dom and "alert(1)</script>" not in dom.split("<main>")[1].split("</main>")[0]
+def test_a_rate_is_marked_however_it_was_written():
+    found = {"mean AUES by rate": {"0.00012": 0.5}, "chosen": 0.00012 - 1e-20, "at the edge": False}
+    assert "0.00012: 0.500 (chosen)" in words(page(table(), settings={"tuning": {"NPO": {"all": found}}}))
+
+
+# ------------------------------------------------------------------------------------------------ in the browser
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as in Debian's package chromium")
+
+
+@pytest.fixture(scope="module")
+def running():
+    with browser() as started:
+        yield started
+
+
+KINDS = pytest.mark.parametrize("study", ["compared", "controlled"])
+CONTRAST = """(() => {
+  const light = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = getComputedStyle(node).backgroundColor;
+      if (!/, 0\\)$/.test(color)) return color;
+    }
+  };
+  const words = "p, h1, h2, h3, th, td, small, dt, a, button, summary, .word, figcaption, svg text";
+  const shown = (node) => node.checkVisibility() && node.textContent.trim();
+  return Math.min(...[...document.querySelectorAll(words)].filter(shown).map((node) => {
+    const style = getComputedStyle(node), ink = node instanceof SVGElement ? style.fill : style.color;
+    const [a, b] = [light(ink), light(ground(node))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  }));
+})()"""
+
+
+@needs_browser
+@KINDS
+@pytest.mark.parametrize("dark, width", [(False, 1280), (True, 390)])
+def test_every_figure_is_drawn_and_the_page_is_quiet(running, reports, study, dark, width):
+    path, n = reports[study]
+    assert path.stat().st_size < 6e6
+    with opened(running, path, dark=dark, width=width) as shown:
+        shown.drawn(n)
+        assert shown.tab.evaluate("locusViews.errors") == [] == shown.errors
+        assert [r for r in shown.requests if not r.startswith(("data:", "blob:"))] == [path.as_uri()]
+        figures = shown.tab.locator("figure [role=img][aria-label] svg")
+        assert figures.count() == n and min(f.bounding_box()["width"] for f in figures.all()) > 250
+        assert shown.tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert shown.tab.evaluate(CONTRAST) > 4.5
+        ground = shown.tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground))) < 150) == dark
+        text = shown.text()
+        assert "located (top)" in text and "retain strength (higher is better)" in text and "seed" in text
+        # The words that stand for a figure have made way for it, and names are text.
+        assert shown.tab.locator(".locus-picture").count() == 0 and shown.tab.locator("main script").count() == 0
+        assert (NASTY in shown.tab.content().replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")) == (
+            study == "compared"
+        )
+
+
+@needs_browser
+@KINDS
+def test_the_contents_lead_to_every_section(running, reports, study):
+    path, n = reports[study]
+    with opened(running, path) as shown:
+        shown.drawn(n)
+        links = shown.tab.locator("nav a")
+        assert links.count() == 1 + shown.tab.locator("main > section").count() >= 7
+        for link in links.all():
+            shown.tab.locator(link.get_attribute("href")).wait_for(state="visible")
+        assert links.nth(1).inner_text() == shown.tab.locator("main h2").first.inner_text()
+
+
+@needs_browser
+def test_a_click_sorts_a_table_by_its_numbers(running, reports):
+    path, _ = reports["controlled"]
+    with opened(running, path) as shown:
+        results = shown.tab.get_by_role("region", name="Results by arm")
+
+        def column(name: str) -> list[str]:
+            heads = results.locator("thead th").evaluate_all("all => all.map(th => th.textContent)")
+            (at,) = [i for i, head in enumerate(heads) if head.startswith(name)]
+            cells = results.locator(f"tbody tr > :nth-child({at + 1})")
+            return cells.evaluate_all("all => all.map(cell => cell.firstChild.textContent.trim())")
+
+        before = column("mu95 ↑")
+        assert before != sorted(before, key=float)
+        for turn in (1, -1):
+            results.get_by_role("button", name="mu95").click()
+            assert column("mu95 ↑") == sorted(before, key=lambda x: turn * float(x))
+        assert results.locator("[aria-sort=descending]").inner_text().startswith("mu95 ↑")
+        results.get_by_role("button", name="arm").press("Enter")
+        assert column("arm") == sorted(column("arm"), key=str.lower) and results.locator("[aria-sort]").count() == 1
+        # What is missing comes last, whichever way.
+        attacks = shown.tab.get_by_role("region", name="Recovery by arm and attack")
+        for _ in range(2):
+            attacks.get_by_role("button", name="recovery best").click()
+            assert attacks.locator("tbody tr").last.locator("td").nth(4).inner_text() == "–"
+
+
+@needs_browser
+def test_figures_download_as_svg_and_their_data_as_csv(running, reports, tmp_path):
+    path, n = reports["compared"]
+    with opened(running, path, dark=True, width=390) as shown:
+        shown.drawn(n)
+
+        def saved(title: str, kind: str) -> str:
+            with shown.tab.expect_download() as waiting:
+                shown.tab.get_by_role("figure", name=title, exact=True).get_by_role("button", name=kind).click()
+            name = waiting.value.suggested_filename
+            waiting.value.save_as(tmp_path / name)
+            return (tmp_path / name).read_text(encoding="utf-8"), name
+
+        assert shown.tab.get_by_role("button", name="Picture of").count() == n
+        text, name = saved("Trade-off, A · NPO", "Picture")
+        assert name == "trade-off-a-npo.svg"
+        root = ElementTree.fromstring(text)
+        inside = "".join(root.itertext())
+        assert root.tag.endswith("}svg") and "tiny · biographies" in inside and "n = 3 seeds" in inside
+        # It stands alone: dark on white, also when it was made in the dark.
+        assert "currentColor" not in text and 'fill="white"' in text and "#1c1c1e" in text
+        text, name = saved("Trade-off, A · NPO", "Data")
+        rows = list(csv.DictReader(text.splitlines()))
+        drawn = specs(path.read_text(encoding="utf-8"))[3]["layer"]
+        assert name == "trade-off-a-npo.csv" and len(rows) == sum(len(layer["data"]["values"]) for layer in drawn)
+        assert {row["table"] for row in rows} == {"random draws", "arms", "not edited"}
+        top = [row for row in rows if row["arm_name"] == "located (top)" and row["step"] == "2"]
+        assert [float(row["forget_strength"]) for row in top] == [pytest.approx(1 - 0.7**2)]
+        text, _ = saved("Causal effect by patching", "Data")
+        rows = list(csv.DictReader(text.splitlines()))
+        assert len(rows) == 45 and rows[0]["fact"] == f"{NASTY} 0"
+        assert float(rows[0]["effect"]) == pytest.approx(scan().effect[0], rel=1e-4)
+        assert shown.errors == []
+
+
+@needs_browser
+def test_the_page_follows_a_change_to_the_dark_and_prints_on_white(running, reports, tmp_path):
+    path, n = reports["controlled"]
+    with opened(running, path, dark=True) as shown:
+        shown.drawn(n)
+        label = "getComputedStyle(document.querySelector('figure svg text')).fill"
+        assert shown.tab.evaluate(label) == "rgb(236, 236, 240)"
+        shown.tab.emulate_media(media="print")
+        assert shown.tab.evaluate(label) == "rgb(28, 28, 30)" and shown.tab.evaluate(CONTRAST) > 4.5
+        assert not shown.tab.locator("nav").is_visible() and not shown.tab.locator(".locus-save").first.is_visible()
+        assert len(shown.tab.pdf(format="A4")) > 1e5
+        shown.tab.emulate_media(media="screen", color_scheme="light")
+        assert shown.tab.evaluate(label) == "rgb(28, 28, 30)"
+
+
+@needs_browser
+def test_a_point_says_its_numbers_when_it_is_hovered(running, reports):
+    path, n = reports["compared"]
+    with opened(running, path) as shown:
+        shown.drawn(n)
+        shown.tab.locator("figure .mark-symbol path").first.hover()
+        tip = shown.tab.locator("#vg-tooltip-element.visible").inner_text()
+        assert "difference" in tip and "low95" in tip

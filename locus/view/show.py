@@ -22,6 +22,8 @@ import pandas as pd
 import vl_convert
 from markupsafe import Markup
 
+from locus.charts import data
+from locus.charts import wide as wide
 from locus.folder import write
 
 PICTURES = {".svg": "svg", ".png": "png", ".pdf": "pdf"}
@@ -66,7 +68,7 @@ class View:
         return f"View({self.title}: {self.alt})"
 
     def _repr_html_(self) -> str:
-        return _template("view.html.jinja").render(view=self, picture=_png(self), style=_asset("view.css"))
+        return template("view.html.jinja").render(view=self, picture=_png(self))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """For a notebook: the HTML, and a picture with its words for hosts that show none, as code hosts do."""
@@ -111,7 +113,7 @@ class _Scripts:
         return "the views of this notebook are interactive"
 
     def _repr_html_(self) -> str:
-        return f"<script>{_script(('circuitsvis', 'vega'))}</script><small>{self!r}</small>"
+        return f"<script>{script(('circuitsvis', 'vega'))}</script><small>{self!r}</small>"
 
 
 def notebook() -> Any:
@@ -132,22 +134,12 @@ def page(views: Sequence[View], *, title: str) -> str:
         kinds = ", ".join(sorted({type(view).__name__ for view in views if not isinstance(view, View)})) or "no view"
         raise ValueError(f"a page needs a list of at least one View, and got {kinds}")
     drawn = {"circuitsvis" if panel.elements else "vega" for view in views for panel in view.panels}
-    return _template("page.html.jinja").render(
-        views=views, title=title, style=_asset("view.css"), script=_script(tuple(sorted(drawn)))
-    )
+    return template("page.html.jinja").render(views=views, title=title, script=script(tuple(sorted(drawn))))
 
 
 def chart_of(frame: pd.DataFrame) -> alt.Chart:
-    """A chart of rows that travel with it, numbers with five digits; NaN becomes null."""
-    numbers = frame.select_dtypes("float")
-    short = numbers.map(lambda x: float(f"{x:.5g}"))
-    return alt.Chart(alt.Data(values=json.loads(frame.assign(**short).to_json(orient="records", double_precision=15))))
-
-
-def wide(chart: Any, height: int) -> Any:
-    """A chart as wide as its place on the page or in the notebook."""
-    fit = alt.AutoSizeParams(type="fit-x", contains="padding")
-    return chart.properties(width="container", height=height, autosize=fit)
+    """A chart of rows that travel with it."""
+    return alt.Chart(data(frame))
 
 
 def diverging(largest: float) -> alt.Scale:
@@ -202,17 +194,15 @@ def _packed(name: str) -> str:
     return base64.b64encode(gzip.compress(source.encode(), 9, mtime=0)).decode()
 
 
-def _script(names: tuple[str, ...]) -> str:
-    return _asset("view.js").replace("PACKED", json.dumps([_packed(name) for name in names]))
+def script(names: tuple[str, ...]) -> str:
+    """What draws the views of a page, with the libraries "circuitsvis" and "vega" as named."""
+    source = Path(__file__).with_name("view.js").read_text(encoding="utf-8")
+    return source.replace("PACKED", json.dumps([_packed(name) for name in names]))
 
 
 @functools.cache
-def _asset(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def _template(name: str) -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A template of this folder: `base.html.jinja` is every page's skeleton, `figure.html.jinja` draws a view."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=jinja2.FileSystemLoader(Path(__file__).parent)
     )

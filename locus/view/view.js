@@ -8,17 +8,68 @@
     script.text = await new Response(stream).text();
     document.head.append(script);
   }
-  const theme = (node) => {
-    const ink = getComputedStyle(node).color, line = "rgba(128, 128, 128, 0.4)";
-    const words = { labelColor: ink, titleColor: ink, titleFontWeight: 500 };
+  // Charts take their ink from the page, so that they follow it into the dark and onto paper.
+  const theme = (ink) => {
+    const line = "rgba(128, 128, 128, 0.5)", words = { labelColor: ink, titleColor: ink, titleFontWeight: 500 };
     return {
-      background: "transparent", view: { stroke: line }, legend: words, header: words, title: { color: ink },
-      axis: { ...words, gridColor: line, domainColor: line, tickColor: line }, text: { color: ink },
+      background: "transparent", view: { stroke: line }, legend: words, header: words, text: { color: ink },
+      title: { color: ink, subtitleColor: ink }, axis: { ...words, gridColor: "rgba(128, 128, 128, 0.22)", domainColor: line, tickColor: line },
     };
   };
-  const chart = (panel, spec) => vegaEmbed(panel, spec, {
-    renderer: "svg", config: theme(panel), actions: { export: true, source: false, compiled: false, editor: false },
-  });
+  const draw = (place, spec, ink) =>
+    vegaEmbed(place, spec, { renderer: "svg", config: theme(ink), actions: false });
+  const lines = (text, width) => text.match(new RegExp(`.{1,${Math.floor(width)}}(\\s|$)|\\S+`, "g")) ?? [""];
+  // A picture that stands alone: dark on white, with the title and the caption of the figure.
+  const svg = async (panel, spec) => {
+    const figure = panel.closest("figure"), wide = panel.clientWidth;
+    const titles = [figure.getAttribute("aria-label"), spec.title?.text ?? spec.title, figure.dataset.of].filter(Boolean);
+    const caption = figure.querySelector(".locus-caption").textContent;
+    const title = { text: titles.flatMap((t) => lines(t, wide / 8)), subtitle: lines(caption, wide / 6),
+      anchor: "start", frame: "group", offset: 12 };
+    const alone = { ...spec, title, background: "white", padding: 12 };
+    if (spec.width === "container") alone.width = wide;
+    const { view } = await draw(document.createElement("div"), alone, "#1c1c1e");
+    const text = await view.toSVG();
+    view.finalize();
+    return text;
+  };
+  // The rows that a chart draws, each once; where it draws several tables, with the table's name.
+  const csv = (spec) => {
+    const rows = new Map();
+    const walk = (part) => {
+      for (const row of part.data?.values ?? []) {
+        const named = part.data.name ? { table: part.data.name, ...row } : row;
+        rows.set(JSON.stringify(named), named);
+      }
+      [...(part.layer ?? []), ...(part.concat ?? part.hconcat ?? part.vconcat ?? []), part.spec].filter(Boolean)
+        .forEach(walk);
+    };
+    walk(spec);
+    const names = [...new Set([...rows.values()].flatMap(Object.keys))];
+    const cell = (value) => (/[",\r\n]/.test(value ?? "") ? `"${String(value).replaceAll('"', '""')}"` : value ?? "");
+    return [names, ...[...rows.values()].map((row) => names.map((name) => row[name]))]
+      .map((row) => row.map(cell).join(",") + "\n").join("");
+  };
+  const chart = async (panel, spec) => {
+    // In a place of its own: Vega takes the role and the words of the element that it draws in.
+    panel.replaceChildren(document.createElement("div"));
+    await draw(panel.firstChild, spec, "currentColor");
+    const title = panel.closest("figure").getAttribute("aria-label");
+    const save = (kind, words, type, make) => {
+      const button = Object.assign(document.createElement("button"), { type: "button", textContent: kind });
+      button.setAttribute("aria-label", `${words} of “${title}”`);
+      button.addEventListener("click", async () => {
+        const href = URL.createObjectURL(new Blob([await make(panel, spec)], { type }));
+        const download = `${title.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.${kind.toLowerCase()}`;
+        Object.assign(document.createElement("a"), { href, download }).click();
+        setTimeout(() => URL.revokeObjectURL(href), 1000);
+      });
+      return button;
+    };
+    const bar = Object.assign(document.createElement("div"), { className: "locus-save" });
+    bar.append(save("SVG", "Picture", "image/svg+xml", svg), save("CSV", "Data", "text/csv", (_, spec) => csv(spec)));
+    panel.after(bar);
+  };
   const elements = async (panel, list) => {
     panel.classList.add("locus-paper");
     panel.replaceChildren(...list.map(({ label, name, props }) => {
@@ -37,7 +88,7 @@
       await new Promise((done) => setTimeout(done, 20));
     }
   };
-  const draw = async (view) => {
+  const show = async (view) => {
     if (view.dataset.drawn) return;
     view.dataset.drawn = "began";
     try {
@@ -52,15 +103,11 @@
       // The picture, or the words that stand for it, are still there.
       state.errors.push(String(error));
       view.querySelectorAll(".locus-panel").forEach((node) => node.replaceChildren());
+      view.querySelectorAll(".locus-save").forEach((node) => node.remove());
       view.dataset.drawn = "no";
     }
   };
-  const all = () => document.querySelectorAll(".locus-view").forEach(draw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    document.querySelectorAll(".locus-panel:not(.locus-paper)").forEach((panel) => {
-      if (panel.closest("[data-drawn=yes]")) chart(panel, JSON.parse(panel.dataset.panel));
-    });
-  });
+  const all = () => document.querySelectorAll(".locus-view").forEach(show);
   all();
   new MutationObserver(all).observe(document.body, { childList: true, subtree: true });
 })(PACKED);
