@@ -270,6 +270,38 @@ def named(methods: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, methods, strict=True))
 
 
+def search_rate(
+    areas: Callable[[Sequence[float]], Sequence[float]], grid: Sequence[float], *, extend: int = 3, near: float = 0.02
+) -> dict[str, Any]:
+    """The best of some learning rates by mean AUES, as `Plan` says under rates.
+
+    areas: the mean AUES at each of some rates.   Returns chosen, best, "at the edge" and "mean AUES by rate".
+    """
+    found: dict[float, float] = {}
+    missing, extended = list(grid), 0
+    while missing:
+        found |= zip(missing, areas(missing), strict=True)
+        best = max(sorted(found), key=found.__getitem__)
+        beyond = _beyond(sorted(found), best)
+        missing = beyond if extended < extend else []
+        extended += len(missing)
+    return {
+        "chosen": min(rate for rate, area in found.items() if area >= found[best] - near),
+        "best": best,
+        "at the edge": bool(beyond),
+        "mean AUES by rate": {f"{rate:.6g}": area for rate, area in sorted(found.items())},
+    }
+
+
+def _beyond(grid: Sequence[float], best: float) -> list[float]:
+    """The next rates outside the grid if the best is at its edge, by the ratio of the rates there (3 for a single)."""
+    if len(grid) == 1:
+        return [best / 3, best * 3]
+    if best == grid[0]:
+        return [best * grid[0] / grid[1]]
+    return [best * grid[-1] / grid[-2]] if best == grid[-1] else []
+
+
 # ------------------------------------------------------------------------------------------------ one run
 
 
