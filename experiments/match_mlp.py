@@ -3,8 +3,8 @@
     python experiments/match_mlp.py --seeds 12
 
 The objective is the distance of all MLP outputs on the facts to forget to those of θ_r, the model that never learned
-them, with nothing that holds the retained facts: what location can give is not lost in a loss on the output. The rest is
-as in controlled.py. Writes results/match_mlp_runs.csv and results/match_mlp_verdicts.csv.
+them, with nothing that holds the retained facts: what location can give is not lost in a loss on the output. The
+rest is as in controlled.py. Writes results/match_mlp_runs.csv and results/match_mlp_verdicts.csv.
 """
 
 import argparse
