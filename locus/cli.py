@@ -51,6 +51,7 @@ Method = Literal[
 ]
 Kind = Literal["neuron", "value", "head", "kv", "mlp", "attn", "expert"]
 ObjectiveName = Literal["npo", "gradient-difference", "wga", "simnpo", "dpo"]
+PlantedObjective = ObjectiveName | Literal["match-mlp"]
 RegionKind = Literal["value", "neuron", "head", "weight"]
 Arm = Literal["oracle", "random", "random-uniform", "complement", "kind", "all", "top", "bottom", "revert"]
 Model = Annotated[str, tyro.conf.arg(metavar="MODEL", help='"tiny", "smollm2", a directory or a hub name.')]
@@ -304,7 +305,7 @@ def study(
     seeds: tuple[int, ...] | None = None,
     until_decided: bool = False,
     cap: int = 20,
-    objectives: tuple[ObjectiveName, ...] | None = None,
+    objectives: tuple[PlantedObjective, ...] | None = None,
     methods: tuple[Method, ...] | None = None,
     components: RegionKind | None = None,
     share: float | None = None,
@@ -329,7 +330,7 @@ def study(
         seeds: Each seed is a new split, a new region V, new controls and a new order of the data.
         until_decided: Add seeds until the verdict is decided, at most --cap of them; the looks are corrected for.
         cap: The most seeds with --until-decided.
-        objectives: What an update lowers.
+        objectives: What an update lowers; match-mlp = the distance of all MLP outputs to those of θ_r.
         methods: Ways to locate, compared with V.
         components: What V is made of.
         share: Share of the parameters of these components that V has.
@@ -463,8 +464,14 @@ def _method(name: str, seed: int) -> Any:
 def _objective(name: str) -> Any:
     import locus
 
-    names = {"npo": "NPO", "gradient-difference": "GradientDifference", "wga": "WGA", "simnpo": "SimNPO", "dpo": "DPO"}
-    return getattr(locus, names[name])()
+    return {
+        "npo": locus.NPO,
+        "gradient-difference": locus.GradientDifference,
+        "wga": locus.WGA,
+        "simnpo": locus.SimNPO,
+        "dpo": locus.DPO,
+        "match-mlp": locus.MatchMLP,
+    }[name]()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -99,8 +99,7 @@ def execute(model: HookedModel, case: Case, plan: Plan, run: Run) -> dict[str, A
         with case.planted.applied(model, "retained" if run.arm == "retain" else "planted"):
             attacked(run.step)
     else:
-        with case.start(model):
-            update_of(model, case, plan, run, attacked)
+        update_of(model, case, plan, run, attacked)
     return {"status": "finished", "attacks": found[0].astype(object).where(found[0].notna(), None).to_dict("records")}
 
 

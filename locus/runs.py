@@ -18,7 +18,7 @@ from locus.masks import Mask, ParameterMask, controls
 from locus.metrics import Batch
 from locus.models import HookedModel
 from locus.sequential import Looks
-from locus.unlearn import NPO, AdamW, Update, unlearn
+from locus.unlearn import NPO, AdamW, MatchMLP, Update, unlearn
 
 KINDS: tuple[Strength, ...] = ("extraction", "probability")
 
@@ -67,6 +67,7 @@ class Plan:
     """Every choice of a study besides the model and the facts. All of it is written to settings.json.
 
     localizers, objectives: method objects; each localizer gives a top, a bottom and `draws` random masks a seed.
+        MatchMLP needs a planting, whose θ_r is what it matches: give it as MatchMLP(), without targets.
     kind, budget: which components are located, and the fraction of their parameters that a mask may change.
     seeds: a seed is a new split of the facts, new regions, new controls and a new order of the data.
     forget, part: facts to forget; facts at most in each of retain, holdout and other.
@@ -129,6 +130,11 @@ class Plan:
         for field in ("localizers", "objectives", "seeds")[self.planting is not None :]:
             if not getattr(self, field):
                 raise ValueError(f"A study needs at least one of its {field}; got none.")
+        if self.planting is None and any(isinstance(objective, MatchMLP) for objective in self.objectives):
+            raise ValueError(
+                "MatchMLP matches a model that never learned the facts to forget, which only a planting has: give one, "
+                "planting=Planting(), or take another objective."
+            )
         if len(set(self.seeds)) < len(self.seeds) or self.tuning_seed in self.seeds:
             raise ValueError(f"Seeds must differ, also from tuning_seed={self.tuning_seed}; got {self.seeds}.")
         if self.looks and self.looks.cap != len(self.seeds):
@@ -264,6 +270,38 @@ def named(methods: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, methods, strict=True))
 
 
+def search_rate(
+    areas: Callable[[Sequence[float]], Sequence[float]], grid: Sequence[float], *, extend: int = 3, near: float = 0.02
+) -> dict[str, Any]:
+    """The best of some learning rates by mean AUES, as `Plan` says under rates.
+
+    areas: the mean AUES at each of some rates.   Returns chosen, best, "at the edge" and "mean AUES by rate".
+    """
+    found: dict[float, float] = {}
+    missing, extended = list(grid), 0
+    while missing:
+        found |= zip(missing, areas(missing), strict=True)
+        best = max(sorted(found), key=found.__getitem__)
+        beyond = _beyond(sorted(found), best)
+        missing = beyond if extended < extend else []
+        extended += len(missing)
+    return {
+        "chosen": min(rate for rate, area in found.items() if area >= found[best] - near),
+        "best": best,
+        "at the edge": bool(beyond),
+        "mean AUES by rate": {f"{rate:.6g}": area for rate, area in sorted(found.items())},
+    }
+
+
+def _beyond(grid: Sequence[float], best: float) -> list[float]:
+    """The next rates outside the grid if the best is at its edge, by the ratio of the rates there (3 for a single)."""
+    if len(grid) == 1:
+        return [best / 3, best * 3]
+    if best == grid[0]:
+        return [best * grid[0] / grid[1]]
+    return [best * grid[-1] / grid[-2]] if best == grid[-1] else []
+
+
 # ------------------------------------------------------------------------------------------------ one run
 
 
@@ -306,13 +344,12 @@ def _edited(model: HookedModel, case: Case, plan: Plan, run: Run, text: DriftTex
             curve.append([step, "forget_quality", _forget_quality(model, case, plan)])
 
     whole = run.stage == "compare"
-    with case.start(model):
-        update = update_of(model, case, plan, run, checkpoint)
-        rows = _areas(curve, plan)
-        if whole:
-            with update.applied(model):
-                rows += _final(evaluate(model, case.split, reference=case.original, wrong=plan.wrong), case)
-                rows += [["drift", float(drift(model, text).mean())]]
+    update = update_of(model, case, plan, run, checkpoint)
+    rows = _areas(curve, plan)
+    if whole:
+        with case.start(model), update.applied(model):
+            rows += _final(evaluate(model, case.split, reference=case.original, wrong=plan.wrong), case)
+            rows += [["drift", float(drift(model, text).mean())]]
     if whole:
         size = case.masks[run.localizer, run.arm, run.draw].n_parameters
         rows += [["update_norm", update.norm], ["n_parameters", size], ["n_changed", update.n_changed]]
@@ -323,19 +360,24 @@ def _edited(model: HookedModel, case: Case, plan: Plan, run: Run, text: DriftTex
 
 
 def update_of(model: HookedModel, case: Case, plan: Plan, run: Run, checkpoint: Callable[[int], bool | None]) -> Update:
-    """The update of a run, on a model that is where unlearning begins."""
-    return unlearn(
-        model,
-        case.split,
-        case.masks[run.localizer, run.arm, run.draw],
-        named(plan.objectives)[run.objective],
-        optimizer=AdamW(lr=run.rate),
-        steps=plan.steps,
-        seed=run.seed,
-        batch_size=plan.batch_size,
-        callback=checkpoint,
-        checkpoints=plan.checkpoints,
-    )
+    """The update of a run, from where unlearning begins, on a model as loaded."""
+    objective = named(plan.objectives)[run.objective]
+    if isinstance(objective, MatchMLP) and case.planted is not None:
+        with case.planted.applied(model, "retained"):
+            objective = objective.bound(model, case.split)
+    with case.start(model):
+        return unlearn(
+            model,
+            case.split,
+            case.masks[run.localizer, run.arm, run.draw],
+            objective,
+            optimizer=AdamW(lr=run.rate),
+            steps=plan.steps,
+            seed=run.seed,
+            batch_size=plan.batch_size,
+            callback=checkpoint,
+            checkpoints=plan.checkpoints,
+        )
 
 
 def _state(model: HookedModel, case: Case, plan: Plan, arm: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Left out: attacks on runs whose knowledge was not planted (attacks.attack does i
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -246,27 +247,18 @@ class _Study:
         for kind, grid in self.plan.rates:
             if not self._tuned_on(kind):
                 continue
-            found: dict[float, float] = {}
-            missing, extended = list(grid), 0
-            while missing:
-                self._fill([self._tuning_run(objective, arm, rate) for rate in missing for arm in self._tuned_on(kind)])
-                for rate in missing:
-                    found[rate] = self._tuning_area(objective, kind, rate)
-                best = max(sorted(found), key=found.__getitem__)
-                beyond = _beyond(sorted(found), best)
-                missing = beyond if extended < self.plan.extend else []
-                extended += len(missing)
-                self.bar.extend(len(missing) * len(self._tuned_on(kind)))
-            chosen[kind] = min(rate for rate, area in found.items() if area >= found[best] - self.plan.near)
-            areas = {f"{rate:.6g}": area for rate, area in sorted(found.items())}
-            tuning[kind] = {
-                "chosen": chosen[kind],
-                "best": best,
-                "at the edge": bool(beyond),
-                "mean AUES by rate": areas,
-            }
+            areas = functools.partial(self._tuning_areas, objective, kind)
+            tuning[kind] = runs.search_rate(areas, grid, extend=self.plan.extend, near=self.plan.near)
+            chosen[kind] = tuning[kind]["chosen"]
         self.folder.note(self.record)
         return chosen
+
+    def _tuning_areas(self, objective: str, kind: str, rates: Sequence[float]) -> list[float]:
+        tuned = self._tuned_on(kind)
+        if not set(rates) <= set(dict(self.plan.rates)[kind]):
+            self.bar.extend(len(rates) * len(tuned))
+        self._fill([self._tuning_run(objective, arm, rate) for rate in rates for arm in tuned])
+        return [self._tuning_area(objective, kind, rate) for rate in rates]
 
     def _tuning_area(self, objective: str, kind: str, rate: float) -> float:
         areas = []
@@ -424,15 +416,6 @@ def _layers(n: int, wanted: int | None) -> list[int]:
     if wanted is None or wanted >= n:
         return list(range(n))
     return sorted({round(x) for x in np.linspace(0, n - 1, wanted).tolist()})
-
-
-def _beyond(grid: Sequence[float], best: float) -> list[float]:
-    """The next rates outside the grid if the best is at its edge, by the ratio of the rates there (3 for a single)."""
-    if len(grid) == 1:
-        return [best / 3, best * 3]
-    if best == grid[0]:
-        return [best * grid[0] / grid[1]]
-    return [best * grid[-1] / grid[-2]] if best == grid[-1] else []
 
 
 def _table(model: str, facts: str, plan: Plan, results: Sequence[tuple[Run, dict[str, Any]]]) -> pd.DataFrame:

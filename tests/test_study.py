@@ -17,6 +17,7 @@ from small import facts, model, unknown
 
 from locus import runs, study
 from locus.attacks import FullRelearn, Paraphrase
+from locus.controlled import prepare
 from locus.evaluate import DIRECTION, aues
 from locus.folder import Folder
 from locus.localize import AttributionPatching
@@ -24,6 +25,7 @@ from locus.progress import Progress
 from locus.runs import Plan, Planting, Run
 from locus.sequential import Looks
 from locus.study import compare
+from locus.unlearn import MatchMLP
 
 PLAN = Plan(
     localizers=(AttributionPatching(),),
@@ -341,6 +343,26 @@ def test_a_study_ends_when_a_look_decides(controlled, tmp_path, monkeypatch):
     place = replace(PLANTED.planting, attacks=(), arms=("oracle", "random"))
     plan = replace(PLANTED, planting=place, looks=Looks((3, 4, 5)), seeds=(0, 1, 2, 3, 4), steps=2)
     assert set(planted(tmp_path / "run", plan).seed) == {0, 1, 2, 3} and seen == [3, 4]
+
+
+def test_a_plan_that_names_match_mlp_matches_the_retained_model_of_each_seed(controlled, monkeypatch):
+    monkeypatch.setenv("LOCUS_CACHE", str(controlled[0] / "cache"))
+    place = replace(PLANTED.planting, arms=("oracle", "random"))
+    plan = replace(PLANTED, localizers=(), objectives=(MatchMLP(),), planting=place, steps=30, every=30, dense=1)
+    case = prepare(model(), unknown(24), facts(), plan, 0, draws=1)
+    away, steps = case.planted.planted.norm, []
+    runs_of = [Run("compare", 0, "MatchMLP", arm, rate=1e-2) for arm in ("oracle", "random")]
+    oracle, random = (runs.update_of(model(), case, plan, run, steps.append) for run in runs_of)
+    assert steps == [0, 1, 30, 0, 1, 30] and model().state == model().fingerprint
+    with case.planted.applied(model(), "retained"):
+        retained = MatchMLP.towards(model(), case.split).reference
+    assert oracle.objective.reference == random.objective.reference == retained
+    # V can go back to θ_r, other entries can only make up for it.
+    assert oracle.history[-1]["loss"] < 0.2 * oracle.history[0]["loss"]
+    assert runs._distance_to_retained(model(), case.planted, oracle) < away
+    assert runs._distance_to_retained(model(), case.planted, random) > away
+    with pytest.raises(ValueError, match="only a planting has"):
+        replace(PLAN, objectives=(MatchMLP(),))
 
 
 def test_plan_refuses_what_cannot_be():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from locus import worlds
 from locus.facts import Facts, biographies, from_jsonl
@@ -36,6 +36,19 @@ def test_tiny_is_an_ordinary_directory():
     prompt = tokenizer(fact.prompt, return_tensors="pt")["input_ids"]
     made = model.generate(prompt, max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(made[0]).startswith(f"{fact.prompt} {fact.answer}")
+
+
+def test_tiny_of_another_width_is_a_world_of_its_own(tmp_path, monkeypatch):
+    def untrained(facts, tokenizer, groups, settings, *, quiet):
+        return LlamaForCausalLM(LlamaConfig(**settings["architecture"], vocab_size=len(tokenizer))), 1.0
+
+    monkeypatch.setattr(worlds, "_train", untrained)
+    usual, narrow = (worlds.tiny(tmp_path, width=width, quiet=True) for width in (128, 64))
+    assert usual.name == worlds.tiny(quiet=True).name != narrow.name  # the usual one is what it was without a width
+    model = load(narrow, quiet=True)
+    assert (model.cfg.d_model, model.cfg.d_mlp, model.cfg.n_heads) == (64, 192, 4)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        worlds.tiny(tmp_path, width=100)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ and over facts second (there: over all tokens at once).
 import hashlib
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -392,6 +392,10 @@ class MatchMLP:
     @classmethod
     def towards(cls, model: Any, split: FactSplit, **settings: Any) -> "MatchMLP":
         """The objective whose reference is the model as it is now, edits in place included."""
+        return cls(**settings).bound(model, split)
+
+    def bound(self, model: Any, split: FactSplit) -> "MatchMLP":
+        """This objective with the model as it is now, edits in place included, as its reference."""
         batch = encode(model, split.forget)
         found = hooks.states(model, batch.tokens, batch.attention_mask, _mlp_outputs(model.cfg.n_layers))
         outputs = torch.stack(list(found.values()), dim=1)
@@ -400,7 +404,7 @@ class MatchMLP:
         digest = hashlib.sha256()
         for fact, target in targets.items():
             digest.update(repr(fact).encode() + target.cpu().double().numpy().tobytes())
-        return cls(reference=digest.hexdigest()[:12], targets=targets, **settings)
+        return replace(self, reference=digest.hexdigest()[:12], targets=targets)
 
     def sites(self, n_layers: int) -> tuple[str, ...]:
         return _mlp_outputs(n_layers)
