@@ -5,18 +5,19 @@
     python experiments/inj_recall.py --model smollm2 --sentences 10 --methods AttributionPatching Activations Random
 
 Without --methods all that score value vectors; on a real model Knockout and ActivationPatching, one exact run a value
-vector, take hours. Writes results/inj_MODEL.csv, or inj_MODEL_rR.csv for other r than 1%.
+vector, take hours. Writes results/inj_MODEL.csv, or inj_MODEL_rR.csv for other r than 1%; rows that are there of other
+methods stay, so that methods can be run one by one.
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 from controlled import RESULTS
 
 import locus
 from locus.inj import inj, sentences, summary
-from locus.localize import METHODS
+from locus.localize import METHODS, given
 
 # Recall at r, 2r and 5r, layer by layer, GPT-2 124M; Zero-Out is a knockout by zero.
 PUBLISHED = {
@@ -42,7 +43,7 @@ RETAIN = 24  # facts that the model knows, for the localizers that weigh the sen
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    by_name = {method.__name__: method for method in METHODS if "value" in method.KINDS}
+    by_name = {type(method).__name__: method for method in (made() for made in METHODS) if "value" in method.KINDS}
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--sentences", type=int, default=20)
     parser.add_argument("--r", type=float, default=0.01)
@@ -52,8 +53,7 @@ def main() -> None:
     model = locus.load(options.model)
     known = locus.facts.biographies() if options.model == "tiny" else locus.facts.capitals()
     retain = known.known_by(model)[:RETAIN]
-    methods = [by_name[name]() for name in options.methods]
-    methods = [replace(m, retain=retain) if hasattr(m, "retain") else m for m in methods]
+    methods = [given(by_name[name], retain) for name in options.methods]
     name = f"inj_{options.model}" + (f"_r{options.r:g}" if options.r != 0.01 else "")
     out = options.out or Path("runs") / name.replace("_", "-")
     table = inj(model, sentences(model, options.sentences), methods, r=options.r, out=out)
@@ -65,7 +65,11 @@ def main() -> None:
     ]
     print(found.round(3).to_string(index=False))
     print("sentences learned:", table.drop_duplicates("sentence").status.value_counts().to_dict())
-    found.to_csv(RESULTS / f"{name}.csv", index=False)
+    path = RESULTS / f"{name}.csv"
+    if path.exists():
+        before = pd.read_csv(path)
+        found = pd.concat([before[~before.localizer.isin(found.localizer)], found])
+    found.to_csv(path, index=False)
 
 
 if __name__ == "__main__":
