@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from locus import hooks
-from locus.progress import tqdm
 from locus.reads import positions_read
 from locus.resume import Partial
 from locus.sweeps import ablated, say_once, sweep
