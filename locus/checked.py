@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from locus.hooks import Start, record, unembed_normed
+from locus.hooks import Start, record
+from locus.reads import unembed_normed
 
 
 def continues(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:

@@ -96,6 +96,8 @@ class Answers:
 @torch.no_grad()
 def score(model: HookedModel, batch: Batch, *, rows: int = 32) -> Answers:
     """Score encoded answers, `rows` prompts a forward pass; float64, on the CPU."""
+    if rows < 1:
+        raise ValueError(f"rows must be 1 or more, got {rows}")
     parts = []
     for start in range(0, len(batch.tokens), rows):
         chunk = batch[start : start + rows]

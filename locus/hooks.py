@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from locus.arguments import finite, last_positions, select
 from locus.packing import UNPACKED, Keys, Packing, Spans, acts_in, positions_second, share
+from locus.reads import gather, unembed
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -112,43 +113,6 @@ def read_only(model: Any, read: Int[Tensor, "batch read"]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-class Passes:
-    """Forward and backward passes counted by `passes`."""
-
-    def __init__(self) -> None:
-        self.forward = 0.0
-        self.backward = 0.0
-
-
-@contextmanager
-def passes(model: Any, positions: int) -> Iterator[Passes]:
-    """Within the block, counts passes through the model, in units of one prompt of so many tokens through all blocks.
-
-    Counted by tokens and blocks: a row that starts at layer l of L, or of which half of the tokens are computed, is
-    less than one. So a sweep and a loop over whole passes are counted by their work, whatever their batches.
-    """
-    found = Passes()
-    blocks = list(model.bridge.blocks)
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        residual = output[0] if isinstance(output, tuple) else output
-        share = residual.shape[:-1].numel() / positions / len(blocks)
-        found.forward += share
-        if residual.requires_grad:
-
-            def back(gradient: Tensor) -> None:
-                found.backward += share
-
-            residual.register_hook(back)
-
-    handles = [block.register_forward_hook(hook) for block in blocks]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True, eq=False)
@@ -491,35 +455,6 @@ def prefix(
     # The other layers' inputs are given back; a view of one zero holds their shape.
     kept = tuple(x if i == layer else x.new_zeros(()).expand_as(x) for i, x in enumerate(recorded.inputs))
     return Prefix(replace(recorded, inputs=kept), layer)
-
-
-def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
-    """Final norm, unembedding and the model's soft cap of logits, if it has one.
-
-    Raises:
-        ValueError: that is not how the model makes its logits.
-    """
-    if not model.fast:
-        raise ValueError(
-            f"{model.name} makes its logits in another way than by final norm and unembedding, so they cannot be "
-            "computed from its residual stream; take a method of whole forward passes, such as Knockout"
-        )
-    return unembed_normed(model, model.bridge.ln_final(residual))
-
-
-def unembed_normed(model: Any, normed: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
-    """`unembed` without the final norm."""
-    logits = model.bridge.unembed(normed)
-    cap = getattr(model.bridge.original_model.config, "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def gather(
-    residual: Float[Tensor, "row pos d_model"], read: Int[Tensor, "row read"]
-) -> Float[Tensor, "row read d_model"]:
-    """The residual stream at the positions `read` of each row."""
-    index = read.to(residual.device)[:, :, None].expand(-1, -1, residual.shape[-1])
-    return residual.gather(1, index)
 
 
 def count(model: Any) -> int:

@@ -1,4 +1,4 @@
-"""Which positions' logits a metric reads, so that no others need be computed."""
+"""Which positions' logits a metric reads, and the logits there alone: the vocabulary is large."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +20,35 @@ def positions_read(
     # Nothing seen means that it was read past torch (as a numpy array), so nothing is known.
     read = reads.found or set(range(logits.shape[1]))
     return torch.tensor(sorted(read), device=logits.device)
+
+
+def unembed(model: Any, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
+    """Final norm, unembedding and the model's soft cap of logits, if it has one.
+
+    Raises:
+        ValueError: that is not how the model makes its logits.
+    """
+    if not model.fast:
+        raise ValueError(
+            f"{model.name} makes its logits in another way than by final norm and unembedding, so they cannot be "
+            "computed from its residual stream; take a method of whole forward passes, such as Knockout"
+        )
+    return unembed_normed(model, model.bridge.ln_final(residual))
+
+
+def unembed_normed(model: Any, normed: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
+    """`unembed` without the final norm."""
+    logits = model.bridge.unembed(normed)
+    cap = getattr(model.bridge.original_model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def gather(
+    residual: Float[Tensor, "row pos d_model"], read: Int[Tensor, "row read"]
+) -> Float[Tensor, "row read d_model"]:
+    """The residual stream at the positions `read` of each row."""
+    index = read.to(residual.device)[:, :, None].expand(-1, -1, residual.shape[-1])
+    return residual.gather(1, index)
 
 
 class _Reads(TorchDispatchMode):

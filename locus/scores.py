@@ -73,7 +73,7 @@ class Scores:
     method: the frozen method object that made them (provenance), `RecordedMethod` after loading
     metric: name of the metric whose units these are
     facts: labels of the rows, or empty
-    passes: forward and backward passes of one prompt that it took to make them, see `hooks.passes`; None if unknown
+    passes: forward and backward passes of one prompt that it took to make them, see `cost.passes`; None if unknown
     """
 
     values: Float[Tensor, "fact component"]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from locus import hooks
 from locus.progress import tqdm
+from locus.reads import gather, unembed
 
 MAX_TOKENS = 4096
 LONG = 10.0  # seconds; of a sweep that takes longer, time and memory are said beforehand
@@ -53,6 +54,8 @@ def sweep(
     Yields:
         The numbers of some cells, and their logits.
     """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be 1 or more, got {max_tokens}")
     batch, positions = recorded.inputs[0].shape[:2]
     done = frozenset(done)
     if not recorded.model.fast:
@@ -80,7 +83,7 @@ def sweep(
         for cells in passes:
             residual = recorded.grown(_starts(cells, layers, start, first), read).unflatten(0, (len(cells), batch))
             for some, part in zip(_batches(cells, together), residual.split(together), strict=True):
-                yield some, hooks.unembed(recorded.model, part)
+                yield some, unembed(recorded.model, part)
             bar.update(int(work[cells].sum()))
 
 
@@ -88,7 +91,7 @@ def unchanged(recorded: hooks.Trace, read: Int[Tensor, "batch read"]) -> Float[T
     """The logits of the run that is intervened on."""
     with torch.no_grad():
         if recorded.model.fast:
-            return hooks.unembed(recorded.model, hooks.gather(recorded.inputs[-1], read.to(recorded.inputs[0].device)))
+            return unembed(recorded.model, gather(recorded.inputs[-1], read.to(recorded.inputs[0].device)))
         return _whole(recorded, read, [])
 
 

@@ -7,6 +7,7 @@ from test_components import kinds, zeroed
 
 from locus import hooks
 from locus.components import Components, site
+from locus.cost import passes
 from locus.localize import (
     METHODS,
     ActivationPatching,
@@ -140,11 +141,11 @@ def test_attribution_takes_two_passes_forward_and_one_back(llama):
     pairs, unembedded = contrast_pairs(), []
     handle = llama.bridge.unembed.register_forward_hook(lambda _, args, logits: unembedded.append(logits.shape[1]))
     try:
-        with hooks.passes(llama, 6) as passes:
+        with passes(llama, 6) as cost:
             AttributionPatching().score(llama, pairs, llama.components("neuron"), logit_difference, False)
     finally:
         handle.remove()
-    assert passes.forward == pytest.approx(2 * 3) and passes.backward == pytest.approx(3)
+    assert cost.forward == pytest.approx(2 * 3) and cost.backward == pytest.approx(3)
     assert sorted(unembedded) == [0, 2] and all(p.grad is None for p in llama.weights.values())
 
 
@@ -165,6 +166,9 @@ def test_every_localizer_keeps_its_promises(llama, name):
     assert [p.requires_grad for p in llama.weights.values()] == asked
     with pytest.raises(ValueError, match="no component of kind 'expert'"):
         localize(llama, pairs, method, components="expert")
+    for field in {"batch_size", "max_tokens"} & {f.name for f in dataclasses.fields(method)}:
+        with pytest.raises(ValueError, match=f"{field}.*0"):
+            localize(llama, pairs, dataclasses.replace(method, **{field: 0}), components=method.KINDS[0])
 
 
 def test_the_list_of_methods_is_whole():

@@ -4,6 +4,7 @@ from helpers import ARCHITECTURES, contrast_pairs
 
 from locus import hooks
 from locus.components import Component, Components
+from locus.cost import passes
 from locus.localize import ActivationPatching, Knockout
 from locus.metrics import logit_difference
 from locus.sweeps import ablated
@@ -84,11 +85,11 @@ def hugging_face(name):
 def test_knockouts_equal_a_loop_of_hooked_forwards(any_model, padding, positions, monkeypatch):
     pairs, neurons = contrast_pairs(padding=padding), chosen(any_model, *SOME)
     expected = loop(*own(any_model), pairs, neurons, positions=positions)
-    with hooks.passes(any_model, 6) as passes:
+    with passes(any_model, 6) as cost:
         found = Knockout(positions=positions).score(any_model, pairs, neurons, logit_difference, False)
     assert (found - expected).abs().max() < 1e-9 and expected.abs().max() > 1e-3
     # Two passes for the run itself, one prompt's for the check, and two neurons' through layer 1 and two through 2.
-    assert passes.forward <= 3 + 3 + 1 + 3 * (2 * 2 + 2 * 1) / 3 + 1e-6
+    assert cost.forward <= 3 + 3 + 1 + 3 * (2 * 2 + 2 * 1) / 3 + 1e-6
     theirs = loop(*hugging_face(any_model.name), pairs, neurons, positions=positions)
     assert (found - theirs).abs().max() < max(1e-9, 10 * any_model.parity)  # which computes some parts in float32
     monkeypatch.setattr(any_model, "packed", False)

@@ -9,6 +9,7 @@ from test_neurons import SOME, chosen, loop, own
 import locus as lo
 from locus import hooks, patching
 from locus.models import wrap
+from locus.reads import unembed
 
 
 @pytest.fixture(scope="module")
@@ -69,4 +70,4 @@ def test_the_slow_way_gives_the_same(llama, monkeypatch, capsys, method, kind):
 
 def test_what_has_no_slow_way_refuses(cohere):
     with pytest.raises(ValueError, match="in another way than by final norm and unembedding"):
-        hooks.unembed(cohere, torch.zeros(1, 32, dtype=torch.float64))
+        unembed(cohere, torch.zeros(1, 32, dtype=torch.float64))

@@ -11,6 +11,7 @@ from scipy import stats
 from test_localize import some
 
 from locus import hooks, trust
+from locus.cost import passes
 from locus.localize import (
     ActivationPatching,
     AttributionPatching,
@@ -107,12 +108,12 @@ def test_bad_requests_say_the_way_out(llama, pairs, exact):
 
 
 def test_a_plain_pass_counts_1_for_each_prompt(llama, pairs):
-    with hooks.passes(llama, 6) as found, torch.no_grad():
+    with passes(llama, 6) as found, torch.no_grad():
         llama.logits(pairs.clean)
         assert (found.forward, found.backward) == pytest.approx((8, 0))
         llama.logits(pairs.clean[:2, :3])  # half of the tokens
     assert (found.forward, found.backward) == pytest.approx((9, 0))
-    with hooks.passes(llama, 6) as found:
+    with passes(llama, 6) as found:
         llama.logits(pairs.clean).sum().backward()
     assert (found.forward, found.backward) == pytest.approx((8, 8))
     llama.bridge.zero_grad(set_to_none=True)
@@ -122,7 +123,7 @@ def test_rows_of_a_sweep_count_the_blocks_and_tokens_that_they_take(llama, pairs
     recorded, read = hooks.trace(llama, pairs.clean), torch.full((8, 1), 5)
     for first in (0, 3):
         starts = {k: hooks.Start(torch.arange(8), {}, functools.partial(moved, first=first)) for k in (1, 2)}
-        with hooks.passes(llama, 6) as found, torch.no_grad():
+        with passes(llama, 6) as found, torch.no_grad():
             recorded.grow(starts, read)
         # The last block gives out what is read only: a token of six.
         blocks = [8 * (6 - first) / 6, 16 * 1 / 6]
@@ -147,7 +148,7 @@ def test_scores_say_what_they_cost(llama, pairs):
     # Two runs for the ends, and three for each of two layers; a backward pass reaches down to the hook it asks for.
     forward, backward = cost[IntegratedGradients(steps=3)]
     assert forward == pytest.approx(16 + 8 * 3 * 2) and 0 < backward <= 8 * 3 * 2
-    # Two runs; one block for each of the two hooks; then layers 0 and 1 on a head's rows, layer 2 on two heads'.
-    assert cost[Knockout()] == pytest.approx((8 * (2 + 2 / 3 + 4 / 3), 0))
+    # Two runs; then layers 0 and 1 on a head's rows, layer 2 on two heads'.
+    assert cost[Knockout()] == pytest.approx((8 * (2 + 4 / 3), 0))
     assert hooks.count(llama) == before
     assert Scores(torch.zeros(1, 2), heads, None, "m").passes is None

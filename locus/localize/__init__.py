@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from locus import hooks
 from locus.components import Components
+from locus.cost import passes
 from locus.localize.atp_star import AtPStar
 from locus.localize.attention import AttentionKnockout, attention_curve
 from locus.localize.attribution import AttributionPatching
@@ -165,7 +165,10 @@ def localize(
             f"{type(method).__name__} does not score components of kind {min(unsupported)!r}; "
             f"it scores {', '.join(method.KINDS)}"
         )
-    with hooks.passes(model, pairs.clean.shape[1]) as passes:
+    for field in ("batch_size", "max_tokens"):
+        if (value := getattr(method, field, 1)) < 1:
+            raise ValueError(f"{type(method).__name__} got {field}={value}; it must be 1 or more")
+    with passes(model, pairs.clean.shape[1]) as cost:
         values = method.score(model, pairs, chosen, per_example(metric), progress)
     name, facts = getattr(metric, "__name__", str(metric)), tuple(fact.prompt for fact in pairs.facts)
-    return Scores(values.detach().float().cpu(), chosen, method, name, facts, (passes.forward, passes.backward))
+    return Scores(values.detach().float().cpu(), chosen, method, name, facts, (cost.forward, cost.backward))

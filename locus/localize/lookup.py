@@ -22,6 +22,7 @@ from locus import hooks
 from locus.components import Component, Components, site
 from locus.localize.interventions import activations, last_subject, per_example, replace_parts, targets
 from locus.metrics import logit_difference
+from locus.reads import gather
 from locus.scores import Scores
 from locus.sweeps import MAX_TOKENS, sweep, unchanged
 
@@ -255,7 +256,7 @@ def subject_streams(model: Any, pairs: Any) -> list[Float[Tensor, "prompt d_mode
     parts = []
     for tokens in (pairs.clean, pairs.corrupted):
         found = hooks.states(model, tokens, pairs.attention_mask, names)
-        parts.append({name: hooks.gather(act, at)[:, 0] for name, act in found.items()})
+        parts.append({name: gather(act, at)[:, 0] for name, act in found.items()})
     stream = {name: torch.cat([part[name] for part in parts]) for name in names}
     streams = [stream[names[0]]]
     for written, after in zip(names[1::2], names[2::2], strict=True):

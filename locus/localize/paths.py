@@ -15,6 +15,7 @@ from locus.edges import Edges, EdgeScores, Receiver, all_written, edges, entranc
 from locus.localize.interventions import per_example, targets
 from locus.metrics import logit_difference
 from locus.progress import tqdm
+from locus.reads import gather, unembed
 from locus.sweeps import MAX_TOKENS, sweep
 
 
@@ -171,15 +172,15 @@ class PathPatching:
         change = all_written(model, source, pairs.attention_mask) - all_written(model, base, pairs.attention_mask)
         recorded = hooks.trace(model, base, pairs.attention_mask)
         read_at, answers = pairs.read.to(model.device), targets(pairs)
-        final = hooks.gather(recorded.inputs[-1], read_at)
+        final = gather(recorded.inputs[-1], read_at)
         n_layers = model.cfg.n_layers
         layers = [_layer(graph.receivers[receivers[0]], model) for _, receivers in cells]
         with torch.no_grad():
-            before = metric(hooks.unembed(model, final), answers)
+            before = metric(unembed(model, final), answers)
             out = before.new_zeros(len(pairs), len(cells))
             for c in (c for c, layer in enumerate(layers) if layer == n_layers):
-                moved = final + hooks.gather(change[:, cells[c][0]], read_at)
-                out[:, c] = metric(hooks.unembed(model, moved), answers) - before
+                moved = final + gather(change[:, cells[c][0]], read_at)
+                out[:, c] = metric(unembed(model, moved), answers) - before
         inner = [c for c, layer in enumerate(layers) if layer < n_layers]
 
         def start(some: list[int]) -> hooks.Start:
@@ -264,6 +265,8 @@ def require_direction(direction: str) -> None:
 
 def batches(pairs: Any, size: int, label: str | None) -> Iterator[Any]:
     """Some pairs at a time, with a bar."""
+    if size < 1:
+        raise ValueError(f"batch_size must be 1 or more, got {size}")
     for first in tqdm(range(0, len(pairs), size), desc=label, disable=label is None, file=sys.stderr, leave=False):
         yield pairs[first : first + size]
 

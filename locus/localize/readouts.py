@@ -13,8 +13,10 @@ from locus import hooks
 from locus.components import Components
 from locus.localize.attribution import ENTRY, gradients_at, summed
 from locus.localize.interventions import hook_names, per_example, targets
+from locus.localize.paths import batches
 from locus.localize.relp import constant_scales
 from locus.metrics import logit_difference
+from locus.reads import gather, unembed
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,12 @@ class DirectLogits:
         self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
     ) -> Float[Tensor, "fact component"]:
         names = list(dict.fromkeys(name for component in components for name in hook_names(component)))
-        parts = []
-        for first in range(0, len(pairs), self.batch_size):
-            some = pairs[first : first + self.batch_size]
-            parts.append(summed(_written(model, some, names, metric), some.attention_mask, components))
-        return torch.cat(parts)
+        return torch.cat(
+            [
+                summed(_written(model, some, names, metric), some.attention_mask, components)
+                for some in batches(pairs, self.batch_size, "direct logits" if progress else None)
+            ]
+        )
 
 
 def logit_sum(model: Any, pairs: Any, *, metric: Callable = logit_difference) -> pd.DataFrame:
@@ -66,7 +69,7 @@ def logit_sum(model: Any, pairs: Any, *, metric: Callable = logit_difference) ->
     with torch.no_grad(), hooks.read_only(model, read):
         whole = metric(model.logits(pairs.clean, pairs.attention_mask), targets(pairs))
     with torch.no_grad():
-        constant = metric(hooks.unembed(model, whole.new_zeros(*read.shape, model.cfg.d_model)), targets(pairs))
+        constant = metric(unembed(model, whole.new_zeros(*read.shape, model.cfg.d_model)), targets(pairs))
     columns = {
         "embedding": sums[ENTRY],
         "attention": torch.stack([sums[n] for n in blocks["hook_attn_out"]]).sum(0),
@@ -104,13 +107,12 @@ def logit_lens(model: Any, pairs: Any, *, batch_size: int = 32) -> pd.DataFrame:
     """
     parts = []
     with torch.no_grad():
-        for first in range(0, len(pairs), batch_size):
-            some = pairs[first : first + batch_size]
+        for some in batches(pairs, batch_size, None):
             recorded = hooks.trace(model, some.clean, some.attention_mask)
             read, answer = some.read.to(model.device), some.answer.to(model.device)
-            final = hooks.unembed(model, hooks.gather(recorded.inputs[-1], read)).log_softmax(-1)
+            final = unembed(model, gather(recorded.inputs[-1], read)).log_softmax(-1)
             for i, stream in enumerate(recorded.inputs):
-                logits = hooks.unembed(model, hooks.gather(stream, read))
+                logits = unembed(model, gather(stream, read))
                 own = logits.gather(-1, answer[..., None])
                 other = logits.gather(-1, some.distractor.to(model.device)[..., None])
                 log_p = logits.log_softmax(-1)

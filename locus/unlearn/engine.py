@@ -26,6 +26,7 @@ from locus import hooks
 from locus.facts import Fact, encode
 from locus.masks import Mask, ParameterMask
 from locus.progress import tqdm
+from locus.reads import unembed_normed
 from locus.unlearn.compact import Leaf, edited, entries, leaves, lowest_layer, recomputed
 from locus.unlearn.objectives import (
     Answers,
@@ -192,11 +193,7 @@ class _Prompts:
 
         Logits of all facts would fill the memory; what they are unembedded from does not.
         """
-        return (
-            self.distribution(rows)
-            if self.normed is None
-            else _wide(hooks.unembed_normed(self.model, self.normed[rows]))
-        )
+        return self.distribution(rows) if self.normed is None else _wide(unembed_normed(self.model, self.normed[rows]))
 
     def log_probs(
         self, logits: Float[Tensor, "row read d_vocab"], rows: Int[Tensor, " row"]
