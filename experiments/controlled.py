@@ -2,6 +2,7 @@
 
     python experiments/controlled.py --model tiny --cap 20
     python experiments/controlled.py --model smollm2 --seeds 3
+    python experiments/controlled.py --model smollm2 --seeds 3 --objectives NPO --arms oracle random revert
 
 Knowledge is planted in a random 10% of the MLP value vectors (V), then unlearned in V (oracle) or in an equal-size
 region apart from it (random). On tiny, seeds are added until each objective is decided, at most `--cap`; on SmolLM2 a
@@ -16,6 +17,7 @@ import pandas as pd
 
 import locus
 from locus.plans import planted_facts, planting_plan
+from locus.runs import named
 from locus.sequential import Looks
 from locus.study import compare
 
@@ -42,9 +44,14 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--cap", type=int, default=20, help="the most seeds, on tiny")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of a real model")
+    parser.add_argument(
+        "--objectives", nargs="+", help="of a real model's, by class name; their names go into the files'"
+    )
+    parser.add_argument("--arms", nargs="+", help="of a real model")
+    parser.add_argument("--jobs", type=int)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    plan = planting_plan(options.model)
+    plan, name = planting_plan(options.model), options.model
     if options.model == "tiny":
         objectives = (locus.WGA(), locus.NPO(), locus.DPO(refusal=None), locus.RMU(layer=2, coefficient=2.0))
         place = replace(plan.planting, arms=("oracle", "random", "all", "revert"), attacks=())
@@ -52,19 +59,35 @@ def main() -> None:
         plan = replace(plan, objectives=objectives, planting=place, looks=looks, seeds=tuple(range(options.cap)))
     else:
         plan = replace(plan, seeds=tuple(range(options.seeds)))
+        if options.arms:
+            plan = replace(plan, planting=replace(plan.planting, arms=tuple(options.arms)))
+        if options.objectives:
+            plan = replace(plan, objectives=tuple(named(plan.objectives)[one] for one in options.objectives))
+            name = "_".join([options.model, *options.objectives]).lower()
     facts, known = planted_facts(options.model)
     out = options.out or Path("runs") / f"controlled-{options.model}"
-    table = compare(locus.load(options.model), facts, plan, out=out, other=known)
+    table = compare(locus.load(options.model), facts, plan, out=out, other=known, jobs=options.jobs)
     verdict = locus.verdict(table, looks=plan.looks)
     print(verdict)
     print(table2(table).round(3).to_string(index=False))
     whole = table[(table.step == -1) & table.metric.isin(KEPT)]
-    whole.to_csv(RESULTS / f"controlled_{options.model}_runs.csv", index=False)
-    verdict.rows.to_csv(RESULTS / f"controlled_{options.model}_verdicts.csv", index=False)
+    whole.to_csv(RESULTS / f"controlled_{name}_runs.csv", index=False)
+    verdict.rows.to_csv(RESULTS / f"controlled_{name}_verdicts.csv", index=False)
 
 
 KEPT = [
-    *("aues", "aues_trapezoid", "aues_common", "mu95", "forget_at_95", "forget_quality", "update_norm"),
+    *(
+        "aues",
+        "aues_trapezoid",
+        "aues_common",
+        "aues_halved",
+        "aues_extraction",
+        "aues_probability",
+        "mu95",
+        "forget_at_95",
+        "forget_quality",
+        "update_norm",
+    ),
     *("distance_to_retained", "n_parameters", "learning_rate", "utility", "forget_extraction_strength"),
     *("retain_extraction_strength", "holdout_extraction_strength", "other_extraction_strength"),
     *("attacked", "attacked_matched", "attacked_best", "recovery_matched", "recovery_best"),
