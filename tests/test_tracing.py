@@ -281,7 +281,7 @@ def test_the_curve_is_the_score_in_per_cent(llama):
 
 def test_bad_requests_say_the_way_out(llama):
     pairs = contrast_pairs()
-    for wrong in ({"noise": 0}, {"samples": 0}, {"window": 0}):
+    for wrong in ({"noise": 0.0}, {"samples": 0}, {"window": 0}):
         with pytest.raises(ValueError, match="noise above 0 and at least one sample and one layer"):
             CausalTracing(**wrong)
     with pytest.raises(ValueError, match="restores resid, mlp, attn, not 'head'"):

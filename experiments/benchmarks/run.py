@@ -21,7 +21,7 @@ import torch
 import transformers
 from sweeps import rate
 
-SCRIPTS = ("sweeps.py", "knockouts.py", "attribution.py", "updates.py", "nnsight_loop.py")
+SCRIPTS = ("sweeps.py", "knockouts.py", "attribution.py", "updates.py", "nnsight_loop.py", "memory.py")
 LINE = re.compile(
     r"(?P<what>.+?)\s+locus\s+(?P<ours>[\d.]+) s\s+(?P<peer>.+?)\s+(?P<theirs>[\d.]+) s\s+ratio\s+(?P<ratio>[\d.]+)"
     r"\s+\((?P<range>[^)]*)\)\s*(?P<rest>.*)"
