@@ -149,9 +149,23 @@ def diverging(largest: float) -> alt.Scale:
 
 
 def _joined(view: View) -> Any:
-    charts = [_sized(panel.chart) for panel in view.panels]
+    charts = [_nameless(_sized(panel.chart)) for panel in view.panels]
     joined = charts[0] if len(charts) == 1 else alt.vconcat(*charts).resolve_scale(color="independent")
     return joined.configure(background="white").configure_view(stroke="#dcdce0")
+
+
+def _nameless(chart: Any) -> Any:
+    """A copy whose tables have no names: those of several charts in one may be the same, which Vega refuses."""
+    chart = chart.copy(deep=True)
+    parts = [chart]
+    for part in parts:
+        for kind in ("layer", "hconcat", "vconcat", "concat"):
+            inner = getattr(part, kind, alt.Undefined)
+            parts += inner if isinstance(inner, list) else []
+        if isinstance(part.data, alt.Data | alt.InlineData):
+            part.data = part.data.copy()
+            part.data.name = alt.Undefined
+    return chart
 
 
 def _sized(chart: Any) -> Any:
