@@ -99,7 +99,11 @@ def test_a_study_that_was_interrupted_goes_on_to_the_same_table(monkeypatch, cap
     shrink_study(monkeypatch.setattr)
     monkeypatch.setattr(import_module("locus.report"), "report", str)  # takes longer than the study
     stopped, whole = tmp_path / "stopped run", tmp_path / "whole"
-    script = "import sys; from test_cli import cli, shrink_study; shrink_study(); sys.exit(cli.main())"
+    script = (
+        "import signal, sys; from test_cli import cli, shrink_study; shrink_study()\n"
+        # A job that a shell started in the background is deaf to it otherwise.
+        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(cli.main())"
+    )
     command = [sys.executable, "-c", script, "compare", "--budget", "0.1", "--out", str(stopped)]
     with subprocess.Popen(
         command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

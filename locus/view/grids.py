@@ -221,7 +221,12 @@ def _heat(values: Any, columns: list[str], axis: str, label: Any, *, title: str,
                 "column:N",
                 sort=columns,
                 title=axis,
-                axis=alt.Axis(labelAngle=-45 if _worded(columns) else 0, labelLimit=90, labelOverlap=True),
+                # Slanted words of a few columns have room; numbers, and many columns, leave some out.
+                axis=alt.Axis(
+                    labelAngle=-45 if _worded(columns) else 0,
+                    labelLimit=90,
+                    labelOverlap=len(columns) > 16 or not _worded(columns),
+                ),
             ),
             y=alt.Y("layer:O", sort="descending", title="layer"),
             color=alt.Color(
