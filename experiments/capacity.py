@@ -2,10 +2,10 @@
 
     python experiments/capacity.py --seeds 12
 
-The controlled experiment of `controlled.py` on tiny with NPO, varying one thing at a time: the width of the model (96
-and 256 instead of 128, each trained from scratch on tiny's facts); p, the share of the value vectors that hold the
-facts; the number of facts; and replay (without it, learning the facts damages what is to be kept, which only V can
-repair). Oracle − random AUES, one row a setting: exploratory, not corrected for their number.
+The controlled experiment of `controlled.py` on tiny with NPO, varying one thing at a time: the width of the model (256
+instead of 128, trained from scratch on tiny's facts; 96 is too narrow to learn them all); p, the share of the value
+vectors that hold the facts; the number of facts; and replay (without it, learning the facts damages what is to be
+kept, which only V can repair). Oracle − random AUES, one row a setting: exploratory, not corrected for their number.
 Writes results/capacity.csv, after each setting.
 """
 
@@ -24,7 +24,6 @@ from locus.worlds import tiny
 SETTINGS = {
     "width 128, p = 10%, 24 facts, replay": {},
     "width 256": {"width": 256},
-    "width 96": {"width": 96},
     "p = 3%": {"share": 0.03},
     "p = 30%": {"share": 0.3},
     "12 facts": {"forget": 12},
@@ -54,10 +53,7 @@ def main() -> None:
     found = []
     for i, (name, change) in enumerate(SETTINGS.items()):
         print(name, flush=True)
-        try:
-            found.append({"setting": name} | setting(options.seeds, options.out / str(i), **change))
-        except (ValueError, RuntimeError) as error:  # so little room that the facts are not learned is an answer too
-            found.append({"setting": name, "verdict": f"{error!s:.120}"})
+        found.append({"setting": name} | setting(options.seeds, options.out / str(i), **change))
         pd.DataFrame(found).to_csv(RESULTS / "capacity.csv", index=False)
     print(pd.DataFrame(found).round(3).to_string(index=False))
 
