@@ -2,10 +2,10 @@
 
     python experiments/capacity.py --seeds 12
 
-The controlled experiment of `controlled.py` on tiny with NPO, varying one thing at a time: the width of the model (64
-and 256 instead of 128, each trained from scratch on tiny's facts); p, the share of the value vectors that hold the
-facts; the number of facts; and replay (without it, learning the facts damages what is to be kept, which only V can
-repair). Oracle − random AUES, one row a setting: exploratory, not corrected for their number.
+The controlled experiment of `controlled.py` on tiny with NPO, varying one thing at a time: the width of the model (256
+instead of 128, trained from scratch on tiny's facts; 96 is too narrow to learn them all); p, the share of the value
+vectors that hold the facts; the number of facts; and replay (without it, learning the facts damages what is to be
+kept, which only V can repair). Oracle − random AUES, one row a setting: exploratory, not corrected for their number.
 Writes results/capacity.csv, after each setting.
 """
 
@@ -23,13 +23,12 @@ from locus.worlds import tiny
 
 SETTINGS = {
     "width 128, p = 10%, 24 facts, replay": {},
+    "width 256": {"width": 256},
     "p = 3%": {"share": 0.03},
     "p = 30%": {"share": 0.3},
     "12 facts": {"forget": 12},
     "48 facts": {"forget": 48},
     "no replay": {"replay": False},
-    "width 64": {"width": 64},
-    "width 256": {"width": 256},
 }
 
 
@@ -42,11 +41,8 @@ def setting(seeds, out, *, width=128, forget=24, **planting):
     whole = table[table.step == -1].set_index(["arm", "metric"]).value
     means = {arm: whole[arm, "aues"].mean() for arm in ("oracle", "random", "revert")}
     kept = {f"holdout {arm}": whole[arm, "holdout_extraction_strength"].mean() for arm in ("retain", "none")}
-    return (
-        means
-        | kept
-        | locus.verdict(table).rows.iloc[0][["n", "difference", "sd", "low95", "high95", "verdict"]].to_dict()
-    )
+    row = locus.verdict(table).rows.iloc[0]
+    return means | kept | row[["n", "difference", "sd", "low95", "high95", "verdict"]].to_dict()
 
 
 def main() -> None:
@@ -57,10 +53,7 @@ def main() -> None:
     found = []
     for i, (name, change) in enumerate(SETTINGS.items()):
         print(name, flush=True)
-        try:
-            found.append({"setting": name} | setting(options.seeds, options.out / str(i), **change))
-        except ValueError as error:  # so little room that the facts cannot be planted is an answer too
-            found.append({"setting": name, "verdict": f"{error!s:.120}"})
+        found.append({"setting": name} | setting(options.seeds, options.out / str(i), **change))
         pd.DataFrame(found).to_csv(RESULTS / "capacity.csv", index=False)
     print(pd.DataFrame(found).round(3).to_string(index=False))
 

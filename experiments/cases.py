@@ -1,6 +1,7 @@
 """Cases of an experiment's own, run, tuned, kept and judged as those of a study are; for decoy.py and routed.py."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,11 +59,14 @@ def experiment(
         bar.done(file)
         return pd.DataFrame(result["rows"])
 
+    def areas(objective: str, grid: Sequence[float]) -> list[float]:
+        if not set(grid) <= set(RATES):
+            bar.extend(len(grid))
+        return [float(np.mean(kept(plan.tuning_seed, {objective: rate}).aues)) for rate in grid]
+
     rates = {}
     for objective in objectives:
-        found = search_rate(
-            lambda grid, o=objective: [float(np.mean(kept(plan.tuning_seed, {o: r}).aues)) for r in grid], RATES
-        )
+        found = search_rate(partial(areas, objective), RATES)
         print(objective, found)
         rates[objective] = found["chosen"]
     table = pd.concat([kept(seed, rates) for seed in range(seeds)])

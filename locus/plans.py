@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from locus.attacks import ATTACKS, FullRelearn, LoRARelearn, Paraphrase
+from locus.attacks import ATTACKS, FullRelearn, LoRARelearn, Paraphrase, Unrelated
 from locus.facts import Facts, biographies, capitals
 from locus.runs import Plan, Planting
 from locus.unlearn import NPO, WGA
@@ -45,19 +45,27 @@ def planting_plan(model: str, *, full: bool = False) -> Plan:
             planting=Planting(attacks=ATTACKS),
         )
         return replace(plan, seeds=tuple(range(20)), draws=5, steps=90, dense=60) if full else plan
-    attacks = (FullRelearn(lr=1e-4, steps=10), LoRARelearn(lr=1e-3, steps=10), Paraphrase())
+    attacks = (
+        *(FullRelearn(lr=lr, steps=16) for lr in (3e-5, 3e-4)),
+        LoRARelearn(lr=3e-3, steps=16),
+        Unrelated(lr=1e-4, steps=8),
+        Paraphrase(),
+    )
+    # By probability: NPO lets go of an answer once its likelihood is low, however many of its tokens are still right
+    # after the lost ones. No rate took more than 0.7 to 0.8 of the extraction strength without wrecking the model, so
+    # the best one was at the edge of every grid; by probability all best rates are inside, and the steps are small.
     real = Plan(
         localizers=(),
         objectives=(WGA(), NPO()),
         draws=1,
         seeds=(0, 1, 2),
         forget=18,
-        part=12,
-        steps=20,
-        dense=8,
-        every=3,
+        part=20,
+        steps=24,
+        dense=24,
         batch_size=None,
-        rates=(("masked", (1e-3, 2e-3)), ("kind", (5e-5, 1e-4)), ("all", (1.5e-5, 3e-5))),
+        strength="probability",
+        rates=(("masked", (1e-3, 2e-3, 4e-3)), ("kind", (5e-5, 1e-4)), ("all", (3e-5, 6e-5, 1.2e-4))),
         planting=Planting(arms=("oracle", "random", "all", "revert"), attacks=attacks, attacked_objectives=1),
     )
     return replace(real, seeds=tuple(range(5)), draws=3, steps=40, dense=20) if full else real
