@@ -3,9 +3,9 @@
     python experiments/benchmarks/attribution.py [--model smollm2] [--tokens 6 16 64] [--pairs 1 8] [--repeats 3]
 
 Same nodes, same prompts, same difference of logits at the last token. TransformerLens scores each position apart, so
-its scores are summed over positions. Further rows have the neurons too, which TransformerLens lacks: there
-locus does more than its peer; "layer by layer" keeps the graph of one layer at a time. Memory is how far the resident set of a process that does nothing else grows beyond that
-of the loaded model, and is also given with the model.
+its scores are summed over positions. Further rows have the neurons too, which TransformerLens lacks: there locus does
+more than its peer; "layer by layer" keeps the graph of one layer at a time. Memory is how far the resident set of a
+process that does nothing else grows beyond that of the loaded model; it is given with the model too.
 """
 
 import argparse
