@@ -15,6 +15,7 @@ from locus.localize import (
     AttributionPatching,
     Knockout,
     Random,
+    attribution,
     localize,
 )
 from locus.localize.interventions import activations, hook_names, targets
@@ -136,16 +137,35 @@ def test_batches_of_pairs_do_not_change_attribution(llama):
     assert (whole - parts).abs().max() < 1e-9
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_every_way_of_attribution_gives_the_same(any_model, padding, monkeypatch):
+    """Both runs in one pass, one after the other, and layer by layer."""
+    pairs = contrast_pairs(padding=padding)
+    for kind in ("head", "kv", "neuron", "mlp"):
+        if kind not in kinds(any_model):
+            continue
+        components = some(any_model.components(kind), 9)
+        arguments = (any_model, pairs, components, logit_difference, False)
+        both = AttributionPatching("noising").score(*arguments)
+        with passes(any_model, 6) as cost:
+            layered = AttributionPatching("noising", recompute=True).score(*arguments)
+        assert cost.backward == pytest.approx(3) and cost.forward == pytest.approx(4 * 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(attribution, "JOINED", 0)
+            apart = AttributionPatching("noising").score(*arguments)
+        assert max((both - apart).abs().max(), (layered - apart).abs().max()) < 1e-9 and apart.std() > 0
+
+
 def test_attribution_takes_two_passes_forward_and_one_back(llama):
     """Without gradients of parameters, and with logits where they are read only."""
-    pairs, unembedded = contrast_pairs(), []
+    pairs, unembedded = contrast_pairs(6), []
     handle = llama.bridge.unembed.register_forward_hook(lambda _, args, logits: unembedded.append(logits.shape[1]))
     try:
         with passes(llama, 6) as cost:
             AttributionPatching().score(llama, pairs, llama.components("neuron"), logit_difference, False)
     finally:
         handle.remove()
-    assert cost.forward == pytest.approx(2 * 3) and cost.backward == pytest.approx(3)
+    assert cost.forward == pytest.approx(2 * 6) and cost.backward == pytest.approx(6)
     assert sorted(unembedded) == [0, 2] and all(p.grad is None for p in llama.weights.values())
 
 

@@ -3,17 +3,18 @@
     python experiments/benchmarks/attribution.py [--model smollm2] [--tokens 6 16 64] [--pairs 1 8] [--repeats 3]
 
 Same nodes, same prompts, same difference of logits at the last token. TransformerLens scores each position apart, so
-its scores are summed over positions. The third kind of row has the neurons too, which TransformerLens lacks: there
-locus does more than its peer. Memory is the peak resident set of a process that does nothing else, weights and
-libraries included, beside that of a process that only loads the model.
+its scores are summed over positions. Further rows have the neurons too, which TransformerLens lacks: there locus does
+more than its peer; "layer by layer" keeps the graph of one layer at a time. Memory is how far the resident set of a
+process that does nothing else grows beyond that of the loaded model; it is given with the model too.
 """
 
 import argparse
+import ctypes
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from knockouts import pairs_of
@@ -26,7 +27,11 @@ from locus.components import Components
 from locus.facts import ContrastPairs
 from locus.metrics import logit_difference
 
-KINDS = {"heads + MLPs": ("head", "mlp"), "heads + MLPs + neurons": ("head", "mlp", "neuron")}
+KINDS = {
+    "heads + MLPs": ("head", "mlp"),
+    "heads + MLPs + neurons": ("head", "mlp", "neuron"),
+    "heads + MLPs + neurons, layer by layer": ("head", "mlp", "neuron"),
+}
 
 
 def drawn(model: Any, pairs: int, tokens: int) -> ContrastPairs:
@@ -39,9 +44,10 @@ def components(model: Any, kinds: tuple[str, ...]) -> Components:
     return sum(others, start=first)
 
 
-def ours(model: Any, prompts: ContrastPairs, chosen: Components) -> Tensor:
+def ours(model: Any, prompts: ContrastPairs, chosen: Components, kind: str) -> Tensor:
     """Scores [component], mean over the pairs."""
-    return locus.AttributionPatching().score(model, prompts, chosen, logit_difference, False).mean(0)
+    method = locus.AttributionPatching(recompute=kind.endswith("layer by layer"))
+    return method.score(model, prompts, chosen, logit_difference, False).mean(0)
 
 
 def theirs(model: Any, prompts: ContrastPairs) -> Any:
@@ -59,47 +65,64 @@ def summed(found: Any, chosen: Components) -> Tensor:
     return torch.tensor([sums[c.layer, c.index] for c in chosen if c.kind in ("head", "mlp")])
 
 
-def peak(side: str, model: str, pairs: int, tokens: int) -> float:
-    """Peak resident set in MB of this script in a process of its own."""
+class Peak(NamedTuple):
+    """Resident set in MB."""
+
+    loaded: float
+    grown: float
+
+    @property
+    def whole(self) -> float:
+        return self.loaded + self.grown
+
+
+def peak(side: str, model: str, pairs: int, tokens: int) -> Peak:
+    """Of this script in a process of its own."""
     command = [sys.executable, __file__, "--model", model, "--alone", side, str(pairs), str(tokens)]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return Peak(float(printed[-2]), float(printed[-1]))
 
 
 def alone(side: str, name: str, pairs: int, tokens: int) -> None:
-    """What a process that measures its own memory does; prints its peak in MB."""
+    """What a process that measures its own memory does; prints that of the loaded model and what it grew, in MB."""
     model = locus.load(name, quiet=True)
-    prompts = drawn(model, pairs, tokens)
-    if side in KINDS:
-        ours(model, prompts, components(model, KINDS[side]))
-    elif side == "theirs":
-        theirs(model, prompts)
-    # Not getrusage: its peak is inherited from the process that started this one.
-    print(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024)
+    prompts, chosen = drawn(model, pairs, tokens), components(model, KINDS.get(side, KINDS["heads + MLPs"]))
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else what loading took and gave back is used again, unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: that of loading is higher
+    loaded = resident("VmRSS")
+    theirs(model, prompts) if side == "theirs" else ours(model, prompts, chosen, side)
+    print(loaded, resident("VmHWM") - loaded)
+
+
+def resident(what: str) -> float:
+    return int(Path("/proc/self/status").read_text().split(f"{what}:")[1].split()[0]) / 1024
 
 
 def compare(model: Any, options: argparse.Namespace, pairs: int, tokens: int) -> list[str]:
     prompts, lines = drawn(model, pairs, tokens), []
     chosen = {kind: components(model, kinds) for kind, kinds in KINDS.items()}
     seconds: dict[str, list[float]] = {side: [] for side in (*KINDS, "theirs")}
-    timed(ours, model, prompts, chosen["heads + MLPs"])  # the first pass of a process is slower
+    timed(ours, model, prompts, chosen["heads + MLPs"], "")  # the first pass of a process is slower
     for _ in range(options.repeats):
         for kind in KINDS:
-            took, scores = timed(ours, model, prompts, chosen[kind])
+            took, scores = timed(ours, model, prompts, chosen[kind], kind)
             seconds[kind].append(took)
         took, found = timed(theirs, model, prompts)
         seconds["theirs"].append(took)
     model.bridge.zero_grad(set_to_none=True)
     expected = summed(found, chosen["heads + MLPs"])
     gap = float((scores[: len(expected)] - expected).abs().max() / expected.abs().max())
-    memory = {side: peak(side, options.model, pairs, tokens) for side in (*KINDS, "theirs", "nothing")}
+    memory = {side: peak(side, options.model, pairs, tokens) for side in (*KINDS, "theirs")}
     for kind in KINDS:
         ratios = [b / a for a, b in zip(seconds[kind], seconds["theirs"], strict=True)]
         lines.append(
             f"attribution patching, {kind}, {tokens} tokens, {pairs} pair{'s' * (pairs > 1)}   locus "
             f"{statistics.median(seconds[kind]):6.2f} s   TransformerLens {statistics.median(seconds['theirs']):6.2f} s"
-            f"   ratio {statistics.median(ratios):5.1f} ({min(ratios):.1f} to {max(ratios):.1f})   peak "
-            f"{memory[kind]:.0f} of {memory['theirs']:.0f} MB: {memory[kind] / memory['theirs']:.2f}, loading alone "
-            f"{memory['nothing']:.0f}, largest relative difference {gap:.1e}"
+            f"   ratio {statistics.median(ratios):5.1f} ({min(ratios):.1f} to {max(ratios):.1f})   memory beyond the "
+            f"model {memory[kind].grown:.0f} of {memory['theirs'].grown:.0f} MB: "
+            f"{memory[kind].grown / memory['theirs'].grown:.2f}, with it {memory[kind].whole:.0f} of "
+            f"{memory['theirs'].whole:.0f} MB: {memory[kind].whole / memory['theirs'].whole:.2f}, largest relative "
+            f"difference {gap:.1e}"
         )
     return lines
 

@@ -109,6 +109,12 @@ def hook_names(component: Component) -> list[str]:
     return [name, name.replace("hook_v", "hook_k")] if component.kind == "kv" else [name]
 
 
+def sites(components: Iterable[Component]) -> list[str]:
+    """The hooks of all of them, each once."""
+    some = {(component.layer, component.kind): component for component in components}
+    return sorted({name for component in some.values() for name in hook_names(component)})
+
+
 Places = list[tuple[str, list[int], Int[Tensor, " _"] | None]]
 
 
@@ -143,7 +149,7 @@ def activations(
     model: Any, tokens: Tensor, attention_mask: Tensor, components: Components
 ) -> dict[str, Float[Tensor, "fact pos *part"]]:
     """The activations of all sites of some components; a router's flat axis is split into fact and position."""
-    names = sorted({name for name, _, _ in places(components)})
+    names = sites(components)
     nowhere = torch.zeros(len(tokens), 0, dtype=torch.long)  # no logits are needed
     with torch.no_grad(), hooks.capture(model, names) as found, hooks.read_only(model, nowhere):
         model.logits(tokens, attention_mask)
