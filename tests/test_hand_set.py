@@ -1,5 +1,8 @@
 """Networks whose weights are set by hand, so that every effect is known, and a trained one whose heads are found."""
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 import transformers as hf
@@ -7,6 +10,7 @@ from helpers import tokenizer
 from test_localize import metric_of
 
 from locus import hooks
+from locus.edges import edges
 from locus.facts import ContrastPairs, Fact
 from locus.localize import (
     ActivationPatching,
@@ -14,7 +18,9 @@ from locus.localize import (
     AttributionPatching,
     IntegratedGradients,
     Knockout,
+    PathPatching,
     localize,
+    localize_edges,
 )
 from locus.localize.attribution import gradients_at
 from locus.metrics import logit_difference
@@ -233,3 +239,76 @@ def test_two_heads_under_a_gate_are_seen_from_one_side_only(gate):
         assert score(method, model, pairs, "mlp") == {"L0MLP": none_of, "L1MLP": all_of}
     heads = localize(model, pairs, ActivationPatching(), components="head", progress=False)
     assert heads.values[0, :2].tolist() == [enough, enough] and not heads.values[0, 2:].any()
+
+
+HALF = 8  # words of a sequence before it repeats
+
+
+@functools.cache
+def induction():
+    """A GPT-2 without MLPs, trained to go on with sequences that it saw begin: `… a b … a` → `b`.
+
+    The second half is the first, turned by a number of places of its own, so that no fixed distance tells the answer.
+    """
+    config = hf.GPT2Config(
+        vocab_size=24,
+        n_embd=32,
+        n_layer=2,
+        n_head=HEADS,
+        n_positions=2 * HALF,
+        initializer_range=0.2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hf_model = hf.GPT2LMHeadModel(config)
+        for block in hf_model.transformer.h:
+            for p in block.mlp.parameters():
+                p.data.zero_()
+                p.requires_grad_(False)
+        optimizer = torch.optim.Adam((p for p in hf_model.parameters() if p.requires_grad), lr=4e-3)
+        for _ in range(1500):
+            first = torch.rand(48, 24).argsort(1)[:, :HALF]
+            at = (torch.arange(HALF) + torch.randint(HALF - 1, (48, 1))) % HALF
+            tokens = torch.cat([first, first.gather(1, at)], dim=1)
+            logits = hf_model(tokens).logits[:, HALF:-1]
+            known = at[:, :-1] != HALF - 1  # what follows the last of the first half is not known
+            loss = torch.nn.functional.cross_entropy(logits[known], tokens[:, HALF + 1 :][known])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if loss < 0.02:
+                return wrap(hf_model.double().eval(), tokenizer(), "induction")
+    raise AssertionError(f"the model did not learn to repeat: its loss is {loss:.2f}")
+
+
+def repeats(n=16):
+    """`a b … c d … a`, whose answer is b; corrupted: a and c change places where they stand first, so that it is d."""
+    generator = torch.Generator().manual_seed(1)
+    clean = torch.stack([torch.randperm(24, generator=generator)[:HALF] for _ in range(n)])
+    corrupted = clean.clone()
+    corrupted[:, [1, 5]] = clean[:, [5, 1]]
+    last = clean[:, 1:2]
+    pairs = pairs_of(*(torch.cat([half, last], dim=1).tolist() for half in (clean, corrupted)))
+    return dataclasses.replace(pairs, answer=clean[:, 2:3], distractor=clean[:, 6:7])
+
+
+def test_the_heads_of_a_trained_induction_model_are_found():
+    model, pairs = induction(), repeats()
+    assert metric_of(model, pairs.clean, pairs).min() > 3 and metric_of(model, pairs.corrupted, pairs).max() < -3
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
+    first, second = hooks.states(model, pairs.clean, pairs.attention_mask, names).values()
+    previous = int(first[:, :, 2, 1].mean(0).argmax())  # from b to the word before it
+    repeated = int(second[:, :, HALF, 2].mean(0).argmax())  # from the last word to b
+    assert first[:, previous, 2, 1].mean() > 0.5 and second[:, repeated, HALF, 2].mean() > 0.5
+    for method in (ActivationPatching(), ActivationPatching("noising"), AttributionPatching("noising")):
+        scores = localize(model, pairs, method, components="head", progress=False).mean().unflatten(0, (2, HEADS))
+        assert scores.argmax(1).tolist() == [previous, repeated], (method, scores)
+    between = [e for e in edges(model) if e.sender and e.sender.kind == "head" and e.receiver.component]
+    between = [str(e) for e in between if e.receiver.component.kind == "head"]
+    assert len(between) == HEADS * HEADS * 3
+    paths = localize_edges(model, pairs, PathPatching(), chosen=between, progress=False)
+    top = paths.top(2)
+    assert top.edge[0] == f"L0H{previous}->L1H{repeated}.k" and top.score[0] > 2 * abs(top.score[1]), top

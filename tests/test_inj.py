@@ -7,7 +7,7 @@ import torch
 from small import model as small_model
 from small import unknown
 
-from locus import AttributionPatching, Knockout, Random, load
+from locus import IntegratedGradients, Knockout, Random, load
 from locus.components import Component, Components
 from locus.facts import Facts, biographies, encode
 from locus.inj import inj, sentences, summary, top_share, whole_sentence, write_sentence
@@ -68,10 +68,10 @@ def test_top_share_counts_by_layer_or_over_all():
     assert int(top_share(values, components, 0.001, "layer").sum()) == 2
 
 
-def test_random_is_at_chance_and_knockout_is_not():
+def test_random_is_at_chance_and_knockout_and_integrated_gradients_are_not():
     tiny = load("tiny", quiet=True)
     facts = sentences(tiny, 10)
-    table = inj(tiny, facts, (Random(), Knockout(), AttributionPatching()), r=0.02, lr=0.03, progress=False)
+    table = inj(tiny, facts, (Random(), Knockout(), IntegratedGradients(steps=2)), r=0.02, lr=0.03, progress=False)
     assert set(table.status) == {"finished"} and (table.loss < 0.3).all()
     assert len(table) == 10 * 3 * 2 * 3
     means = summary(table).set_index(["localizer", "scope", "k"])
@@ -81,8 +81,9 @@ def test_random_is_at_chance_and_knockout_is_not():
             row = means.loc["Random", scope, k]
             assert row.chance == pytest.approx(k, abs=0.002) and row.n == 10
             assert abs(row.recall - k) < 3 * math.sqrt(k * (1 - k) / (row.n * round(0.02 * n_values)))
-        best = means.loc["Knockout", scope, 0.02]
-        assert best.low > 5 * best.chance
+        for name in ("Knockout", "IntegratedGradients"):
+            best = means.loc[name, scope, 0.02]
+            assert best.low > 5 * best.chance
     # The more are taken, the more are found.
     grown = table.pivot_table(index=["sentence", "localizer", "scope"], columns="k", values="recall")
     assert (grown.diff(axis=1).iloc[:, 1:] >= 0).all(axis=None)
