@@ -33,7 +33,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*self.__dict__, *_HOME})
+        return sorted(_HOME)
 
 
 sys.modules[__name__].__class__ = _Package

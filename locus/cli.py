@@ -136,21 +136,24 @@ def localize(
     from locus.folder import write
     from locus.localize import given
 
-    for option, value, least in (("--n", n, 1), ("--top", top, 1), ("--sample", sample, 0)):
+    for option, value, least in (("--n", n, 1), ("--top", top, 1), ("--sample", sample, 0), ("--seed", seed, 0)):
         if value < least:
             raise ValueError(f"{option} must be {least} or more, got {value}.")
+    if sample == 1:
+        raise ValueError("--sample must be 2 or more, to be compared, or 0 for no check; got 1.")
     out = out or Path("runs") / f"localize-{Path(model).name}-{components}-{method}"
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; --out takes the name of a folder.")
+    chosen = _method(method, seed)
+    if components not in chosen.KINDS:
+        raise ValueError(f"{method} does not score --components {components}; take {', '.join(chosen.KINDS)}.")
     loaded = _load(model)
     known = _facts(facts, model)[0].known_by(loaded)
     pairs = known.contrast_pairs(loaded, seed=seed)[:n]
     located = {fact.prompt for fact in pairs.facts}
     others = Facts([fact for fact in known if fact.prompt not in located], name=known.name)
-    scores = locus.localize(loaded, pairs, given(_method(method, seed), others), components=components)
-    print(
-        f"{scores.method!r} on {len(pairs)} facts of {known.name}, in {scores.metric}: positive = supports the answer"
-    )
+    scores = locus.localize(loaded, pairs, given(chosen, others), components=components)
+    print(f"{scores.method!r} on {len(pairs)} facts of {known.name}, in units of {scores.unit}; positive = supports")
     print(scores.top(top).to_string(index=False))
     if sample:
         print(locus.trust(loaded, pairs, scores, sample=sample, seed=seed))

@@ -312,8 +312,14 @@ def wrap(hf_model: Any, tokenizer: Any, name: str = "local") -> HookedModel:
     # TransformerLens prepends BOS by default, also for models trained without one: follow the tokenizer.
     bridge.cfg.default_prepend_bos = _adds_bos(tokenizer)
     model = HookedModel(bridge, tokenizer, name, weights)
-    with torch.no_grad():
-        wrapped = model.logits(tokens)
+    try:
+        with torch.no_grad():
+            wrapped = model.logits(tokens)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name}: TransformerLens cannot run {config.architectures[0]} in {dtype}: {_first_line(error)}. "
+            "Try another dtype, such as torch.float32."
+        ) from error
     model.parity = float((wrapped - plain).abs().max())
     # Not `>`: a NaN must fail too.
     if not model.parity <= PARITY[dtype] * max(1.0, float(plain.abs().max())):

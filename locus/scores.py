@@ -83,6 +83,11 @@ class Scores:
     facts: tuple[str, ...] = ()
     passes: tuple[float, float] | None = None
 
+    @property
+    def unit(self) -> str:
+        """What the values are: the metric, unless the method says otherwise."""
+        return getattr(self.method, "UNIT", self.metric)
+
     def __post_init__(self):
         values = checked_rows(self.values, self.components.items, self.facts, "Scores", "component")
         object.__setattr__(self, "values", values)
@@ -229,7 +234,7 @@ def agreement_of(x: Float[np.ndarray, " component"], y: Float[np.ndarray, " comp
     return Agreement(
         spearman=float(stats.spearmanr(x, y).statistic) if varied else float("nan"),
         pearson=float(stats.pearsonr(x, y).statistic) if varied else float("nan"),
-        overlap=len(top_x & top_y) / k,
+        overlap=len(top_x & top_y) / k if varied else float("nan"),
         chance=k / len(x),
         n=len(x),
     )

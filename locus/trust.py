@@ -40,17 +40,22 @@ class Trust:
     passes: tuple[float, float] | None
 
     def __str__(self) -> str:
-        names = {"pearson": "Pearson", "spearman": "Spearman", "overlap": f"overlap of the top {self.fraction:.0%}"}
+        names = {"pearson": "Pearson", "spearman": "Spearman", "overlap": "overlap of the top"}
         lines = []
         for of, rows in self.rows.groupby("of", sort=False):
             found = []
             for r in rows.itertuples():
+                names["overlap"] = f"overlap of the top {max(1, round(self.fraction * r.n))}"
+                if np.isnan(r.value):
+                    found.append(f"{names[r.measure]} undefined, as all scores are equal")
+                    continue
                 chance = f" (chance {r.chance:.2f})" if r.measure == "overlap" else ""
                 found.append(f"{names[r.measure]} {r.value:.2f} [{r.low:.2f}, {r.high:.2f}]{chance}")
             what = f"agreement with {self.against!r}" if of == "exact" else "stability over resampled facts"
             lines.append(f"{what}, n = {rows.n.iloc[0]} components, {self.facts} facts: {', '.join(found)}")
         if self.passes:
-            lines.append("cost: {:,.1f} forward and {:,.1f} backward passes of one prompt".format(*self.passes))
+            passes = "{:,.0f} forward and {:,.0f} backward passes of one prompt".format(*self.passes)
+            lines.append(f"cost of all facts together: {passes}")
         return "\n".join(lines)
 
 
@@ -93,6 +98,7 @@ def trust(
         raise ValueError(
             f"the scores are of {len(scores.values)} facts and there are {len(pairs)} pairs; give the same"
         )
+    _same_facts(scores, tuple(fact.prompt for fact in pairs.facts))
     if sample < 2 or boots < 1 or not 0 < fraction <= 1:
         raise ValueError(
             f"trust needs a sample of at least 2, at least 1 resample and a fraction in (0, 1], got sample={sample}, "
@@ -107,6 +113,14 @@ def trust(
     return Trust(frame, exact.method, fraction, len(pairs), scores.passes)
 
 
+def _same_facts(scores: Scores, prompts: tuple[str, ...]) -> None:
+    if scores.facts and prompts and scores.facts != prompts:
+        raise ValueError(
+            f"the scores are of other facts, or of these in another order (the first: {scores.facts[0]!r}, and here "
+            f"{prompts[0]!r}); give the pairs that they were made from"
+        )
+
+
 def _exact(
     model: Any, pairs: Any, scores: Scores, against: Any, sample: int, seed: int, metric: Callable, progress: bool
 ) -> tuple[Scores, Scores]:
@@ -118,6 +132,7 @@ def _exact(
                 f"the exact scores are of {len(against.values)} facts in {against.metric}, the others of "
                 f"{len(scores.values)} in {scores.metric}; give the same"
             )
+        _same_facts(against, scores.facts)
         known = {component: i for i, component in enumerate(against.components)}
         among = [i for i in among if scores.components[i] in known]
         if len(among) < 2 or against.components.model != scores.components.model:

@@ -256,3 +256,22 @@ def test_a_metric_that_averages_over_facts_is_refused(llama):
     for metric in (lambda logits, t: logits.mean(), lambda logits, t: 1.0):
         with pytest.raises(ValueError, match="one value for each of"):
             localize(llama, contrast_pairs(3), ActivationPatching(), metric=metric, components="mlp", progress=False)
+
+
+def test_a_model_in_training_mode_and_an_empty_list_are_refused(llama):
+    pairs, heads = contrast_pairs(), llama.components("head")
+    nothing = Components((), torch.zeros(0, dtype=torch.long), llama.fingerprint)
+    with pytest.raises(ValueError, match="no components"):
+        localize(llama, pairs, AttributionPatching(), components=nothing)
+    llama.bridge.original_model.train()
+    try:
+        with pytest.raises(ValueError, match="training mode"):
+            localize(llama, pairs, AttributionPatching(), components=heads)
+    finally:
+        llama.bridge.original_model.eval()
+    with torch.inference_mode(), pytest.raises(ValueError, match="no_grad"):
+        localize(llama, pairs, AttributionPatching(), components=heads)
+    with pytest.raises(ValueError, match="no gradient"):
+        localize(
+            llama, pairs, AttributionPatching(), components=heads, metric=lambda logits, _: torch.ones(len(logits))
+        )

@@ -1,12 +1,15 @@
 import pytest
 import torch
-from helpers import ARCHITECTURES, contrast_pairs
+import transformers as hf
+from helpers import _GROUPED, ARCHITECTURES, _random, contrast_pairs, tokenizer
+from test_localize import metric_of
 
 from locus import hooks
 from locus.components import Component, Components
 from locus.cost import passes
 from locus.localize import ActivationPatching, Knockout
 from locus.metrics import logit_difference
+from locus.models import wrap
 from locus.sweeps import ablated
 
 DENSE = [name for name in ARCHITECTURES if name not in ("mixtral", "olmoe")]
@@ -174,3 +177,25 @@ def test_positions_are_named(llama):
     with pytest.raises(ValueError, match="positions must be 'all', 'subject', 'last subject', 'last', got 'first'"):
         Knockout(positions="first")
     assert Knockout(positions="last").KINDS == Knockout.KINDS
+
+
+def test_a_block_that_scales_its_mlp_is_run_whole_whatever_the_size_of_the_stream():
+    """Granite adds 0.22 times its MLP's output; one enormous entry of the stream must not hide that."""
+    model = _random(hf.GraniteForCausalLM, hf.GraniteConfig, **{**_GROUPED, "residual_multiplier": 0.22}).double()
+    model.model.embed_tokens.weight.data[3, 5] += 3000
+    granite, pairs = wrap(model, tokenizer(), "granite"), contrast_pairs()
+    pairs.clean[:, 0] = pairs.corrupted[:, 0] = 3
+    neurons = granite.components("neuron")
+    found = Knockout(positions="last").score(granite, pairs, neurons, logit_difference, False)
+    at, name = pairs.read[:, 0], "blocks.1.mlp.hook_post"
+    before = metric_of(granite, pairs.clean, pairs)
+    for index in (3, 20):
+
+        def removed(act, index=index):
+            act = act.clone()
+            act[torch.arange(len(at)), at, index] = 0
+            return act
+
+        with hooks.edits(granite, [(name, removed)]):
+            expected = before - metric_of(granite, pairs.clean, pairs)
+        assert (found[:, 48 + index] - expected).abs().max() < 1e-6

@@ -45,7 +45,7 @@ def test_a_ranking_that_is_exact_agrees_wholly(llama, pairs, exact):
     assert of(found, "exact", "overlap").chance == pytest.approx(14 / 144)
     noising = trust(llama, pairs, exact, against=ActivationPatching("noising"), boots=20, progress=False)
     assert of(noising, "exact", "pearson").value < 1 and "noising" in str(noising)
-    assert f"cost: {exact.passes[0]:,.1f} forward and 0.0 backward" in str(found)
+    assert f"{exact.passes[0]:,.0f} forward and 0 backward" in str(found)
 
 
 def test_a_shuffled_ranking_is_near_chance(llama, pairs, exact):
@@ -87,7 +87,7 @@ def test_figures_equal_scipy_on_resamples_by_hand(llama, pairs, exact):
         row = of(found, "resamples", measure)
         assert row.value == pytest.approx(np.mean([a[m] for a in stable]), abs=1e-4) and row.n == 144
         assert (row.low, row.high) == pytest.approx(np.quantile([a[m] for a in stable], [0.025, 0.975]), abs=1e-4)
-    assert "n = 40 components, 8 facts: Pearson" in str(found) and "overlap of the top 20%" in str(found)
+    assert "n = 40 components, 8 facts: Pearson" in str(found) and "overlap of the top 8 " in str(found)
 
 
 def test_one_fact_has_no_interval(llama, pairs, exact):
@@ -152,3 +152,26 @@ def test_scores_say_what_they_cost(llama, pairs):
     assert cost[Knockout()] == pytest.approx((8 * (2 + 4 / 3), 0))
     assert hooks.count(llama) == before
     assert Scores(torch.zeros(1, 2), heads, None, "m").passes is None
+
+
+def test_equal_scores_have_no_ranking_to_agree_with(llama, pairs):
+    heads = llama.components("head")
+    flat = Scores(torch.ones(len(pairs), len(heads)), heads, None, "logit_difference")
+    found = trust(llama, pairs, flat, boots=20, progress=False)
+    assert found.rows.value.isna().all() and "overlap of the top 1 undefined, as all scores are equal" in str(found)
+
+
+def test_requests_that_are_no_contrast_pairs_say_how_to_make_some(llama, pairs):
+    with pytest.raises(ValueError, match="contrast_pairs"):
+        localize(llama, pairs.facts, AttributionPatching())
+    assert pairs[-1].facts == (pairs.facts[-1],) and torch.equal(pairs[0].clean, pairs.clean[:1])
+
+
+def test_scores_of_other_facts_are_refused(llama, pairs):
+    heads = localize(llama, pairs, AttributionPatching(), components="head", progress=False)
+    turned = pairs[torch.arange(len(pairs)).flip(0)]
+    with pytest.raises(ValueError, match="other facts"):
+        trust(llama, turned, heads, progress=False)
+    exact = localize(llama, turned, Knockout(), components="head", progress=False)
+    with pytest.raises(ValueError, match="other facts"):
+        trust(llama, pairs, heads, against=exact, progress=False)

@@ -34,7 +34,9 @@ class ContrastPairs:
     def __len__(self) -> int:
         return len(self.facts)
 
-    def __getitem__(self, rows: slice | Int[Tensor, " row"]) -> "ContrastPairs":
+    def __getitem__(self, rows: int | slice | Int[Tensor, " row"]) -> "ContrastPairs":
+        if isinstance(rows, int):
+            rows = torch.tensor([range(len(self))[rows]])
         facts = self.facts[rows] if isinstance(rows, slice) else tuple(self.facts[i] for i in rows.tolist())
         tensors = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "facts"}
         return ContrastPairs(**tensors, facts=facts)

@@ -8,11 +8,13 @@ import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from locus.components import Components
 from locus.cost import passes
+from locus.facts import ContrastPairs
 from locus.localize.atp_star import AtPStar
 from locus.localize.attention import AttentionKnockout, attention_curve
 from locus.localize.attribution import AttributionPatching
@@ -149,7 +151,7 @@ def localize(
         progress: show a bar for long sweeps.
 
     Returns:
-        Scores, [fact, component], in the units that the method says; positive = removing it lowers the metric.
+        Scores, [fact, component], in the units that the method says; positive = it supports the answer.
 
     Raises:
         ValueError: the method has no meaning for a kind of component (the message lists those it has), or the
@@ -158,8 +160,18 @@ def localize(
     chosen = model.components(components) if isinstance(components, str) else components
     if chosen.model != model.fingerprint:
         raise ValueError(f"the components belong to model {chosen.model}, not to {model.name} ({model.fingerprint})")
+    if not isinstance(pairs, ContrastPairs):
+        raise ValueError(
+            f"localize takes contrast pairs and got {type(pairs).__name__}; make some: facts.contrast_pairs(model)"
+        )
     if not len(pairs):
         raise ValueError("there are no contrast pairs to localize with; take at least one")
+    if not len(chosen):
+        raise ValueError("there are no components to score; take at least one")
+    if model.bridge.original_model.training:
+        raise ValueError(f"{model.name} is in training mode, in which a pass is random; call model.eval() first")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("torch.inference_mode() forbids gradients, which some methods need; use torch.no_grad()")
     if unsupported := set(chosen.kinds) - set(method.KINDS):
         raise ValueError(
             f"{type(method).__name__} does not score components of kind {min(unsupported)!r}; "

@@ -41,6 +41,7 @@ class AtPStar:
     direction: str = "denoising"
     batch_size: int = 32
     KINDS: ClassVar[tuple[str, ...]] = ("head",)
+    UNIT: ClassVar[str] = "metric, by queries and keys only"
 
     def __post_init__(self) -> None:
         require_direction(self.direction)

@@ -12,6 +12,7 @@ from torch import Tensor
 from locus import hooks
 from locus.components import Components
 from locus.localize.interventions import targets
+from locus.localize.tracing import layers_together
 from locus.metrics import probability
 from locus.sweeps import MAX_TOKENS, sweep, unchanged
 
@@ -31,19 +32,19 @@ class AttentionKnockout:
     Attributes:
         source: "subject" (its tokens), "other" (all tokens but these and the position itself) or "last" (the position
             itself).
-        window: layers blocked together.
+        window: layers blocked together; None: the paper's 9, or a quarter of the layers where that is less.
         max_tokens: tokens in one forward pass at the most.
     """
 
     source: str = "subject"
-    window: int = 9
+    window: int | None = None
     max_tokens: int = MAX_TOKENS
     KINDS: ClassVar[tuple[str, ...]] = ("head", "attn")
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise ValueError(f"attention knockout blocks {', '.join(SOURCES)}, not {self.source!r}")
-        if self.window < 1:
+        if self.window is not None and self.window < 1:
             raise ValueError(f"attention knockout needs a window of at least one layer, got {self.window}")
 
     def score(
@@ -75,7 +76,8 @@ class AttentionKnockout:
     def _layers(self, model: Any, kind: str, layer: int) -> range:
         if kind == "head":
             return range(layer, layer + 1)
-        return range(max(0, layer - self.window // 2), min(model.cfg.n_layers, layer + (self.window + 1) // 2))
+        window = layers_together(model, self.window, 9)
+        return range(max(0, layer - window // 2), min(model.cfg.n_layers, layer + (window + 1) // 2))
 
 
 def attention_curve(
@@ -83,7 +85,7 @@ def attention_curve(
     pairs: Any,
     *,
     sources: Sequence[str] = SOURCES,
-    window: int = 9,
+    window: int | None = None,
     metric: Callable = probability,
     max_tokens: int = MAX_TOKENS,
     progress: bool = True,

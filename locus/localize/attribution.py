@@ -140,6 +140,8 @@ def gradients_at(
     ):
         logits = model.logits(tokens, pairs.attention_mask)
         total = metric(logits, targets(pairs)).sum()
+        if not total.requires_grad:
+            raise ValueError("the metric has no gradient: it does not depend on the logits, or takes them as numbers")
         gradients = torch.autograd.grad(total, [found[name] for name in names])
     return (
         dict(zip(names, gradients, strict=True)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -26,6 +26,7 @@ class MeanRank:
     """
 
     methods: tuple[Any, ...] = (AttributionPatching(), Knockout())
+    UNIT: ClassVar[str] = "mean rank, 1 = first"
 
     def __post_init__(self) -> None:
         if len(self.methods) < 2:

@@ -84,6 +84,7 @@ class Slimming(Trained):
     steps: int = 60
     batch_size: int = 32
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+    UNIT: ClassVar[str] = "learned mask"
 
     def fit(self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool = False) -> Learned:
         return _train(
@@ -133,6 +134,7 @@ class HardConcrete(Trained):
     seed: int = 0
     batch_size: int = 32
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+    UNIT: ClassVar[str] = "learned mask"
 
     def __post_init__(self) -> None:
         super().__post_init__()

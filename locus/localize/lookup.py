@@ -186,6 +186,7 @@ class Probing:
     folds: int = 5
     strength: float = 1.0
     KINDS: ClassVar[tuple[str, ...]] = ("mlp", "attn")
+    UNIT: ClassVar[str] = "nats that a probe gains"
 
     def __post_init__(self) -> None:
         if self.folds < 2 or not self.strength > 0:

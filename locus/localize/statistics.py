@@ -28,6 +28,7 @@ class Activations:
 
     form: str = "mean_abs"
     KINDS: ClassVar[tuple[str, ...]] = ("neuron", "value", "mlp", "attn")
+    UNIT: ClassVar[str] = "size of what is written"
 
     def __post_init__(self) -> None:
         if self.form not in ("mean_abs", "abs_mean"):
@@ -65,6 +66,7 @@ class Random:
 
     seed: int = 0
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+    UNIT: ClassVar[str] = "random number"
 
     def score(
         self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool

@@ -37,20 +37,20 @@ class CausalTracing:
     Attributes:
         noise: of the embeddings, in their standard deviations σ.
         samples: of the noise, averaged.
-        window: layers restored together.
+        window: layers restored together; None: the paper's 10, or a quarter of the layers where that is less.
         seed: of the noise; as in the paper's code every prompt has the same draws.
         max_tokens: tokens in one forward pass at the most.
     """
 
     noise: float = 3.0
     samples: int = 10
-    window: int = 10
+    window: int | None = None
     seed: int = 0
     max_tokens: int = MAX_TOKENS
     KINDS: ClassVar[tuple[str, ...]] = ("mlp", "attn")
 
     def __post_init__(self) -> None:
-        if self.noise <= 0 or self.samples < 1 or self.window < 1:
+        if self.noise <= 0 or self.samples < 1 or (self.window is not None and self.window < 1):
             raise ValueError(
                 f"causal tracing needs noise above 0 and at least one sample and one layer, got noise={self.noise}, "
                 f"samples={self.samples}, window={self.window}"
@@ -66,7 +66,7 @@ class CausalTracing:
 
     def _hooks(self, model: Any, kind: str, layer: int) -> tuple[str, ...]:
         """The hooks that a cell restores; a single layer of the residual stream, which holds all earlier ones."""
-        window = 1 if kind == "resid" else self.window
+        window = 1 if kind == "resid" else layers_together(model, self.window, 10)
         first, end = max(0, layer - window // 2), min(model.cfg.n_layers, layer + (window + 1) // 2)
         return tuple(f"blocks.{i}.{SITES[kind]}" for i in range(first, end))
 
@@ -151,6 +151,11 @@ def causal_trace(
     )
     prompts = tuple(fact.prompt for fact in pairs.facts)
     return CausalTrace(effect, clean.cpu(), corrupted.cpu(), tokens, roles, kind, prompts)
+
+
+def layers_together(model: Any, window: int | None, published: int) -> int:
+    """The window, by default the published one, at most a quarter of the layers: else a few windows hold them all."""
+    return window or min(published, max(1, model.cfg.n_layers // 4))
 
 
 def subject_noise(

@@ -119,6 +119,7 @@ class GradientSaliency(ByEntries):
 
     pooled: bool = False
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+    UNIT: ClassVar[str] = "|gradient|"
 
     def entries(self, model: Any, texts: Texts, names: list[str], metric: Callable) -> Iterator[Entries]:
         for found in gradients(model, texts, names, metric, self.pooled):
@@ -140,6 +141,7 @@ class SNIP(ByEntries):
     signed: bool = False
     pooled: bool = False
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+    UNIT: ClassVar[str] = "|weight × gradient|"
 
     def entries(self, model: Any, texts: Texts, names: list[str], metric: Callable) -> Iterator[Entries]:
         weights = {name: model.stored(name) for name in names}
@@ -157,6 +159,7 @@ class Fisher(ByEntries):
     """
 
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+    UNIT: ClassVar[str] = "squared gradient"
 
     def entries(self, model: Any, texts: Texts, names: list[str], metric: Callable) -> Iterator[Entries]:
         for found in gradients(model, texts, names, metric, pooled=False):
@@ -168,6 +171,7 @@ class Magnitude(ByEntries):
     """|θ|, whatever the facts: a baseline. In units of the weights."""
 
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+    UNIT: ClassVar[str] = "size of the weights"
 
     def entries(self, model: Any, texts: Texts, names: list[str], metric: Callable) -> Iterator[Entries]:
         yield {name: model.stored(name).abs_() for name in names}
@@ -182,6 +186,7 @@ class Wanda(ByEntries):
     """
 
     KINDS: ClassVar[tuple[str, ...]] = ("head", "kv", "neuron", "value", "mlp", "attn")
+    UNIT: ClassVar[str] = "|weight| × activation"
 
     def entries(self, model: Any, texts: Texts, names: list[str], metric: Callable) -> Iterator[Entries]:
         asked = set(names)
@@ -222,6 +227,7 @@ class WAGLE(ByEntries):
     gamma: float = 1e-6
     pooled: bool = False
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+    UNIT: ClassVar[str] = "effect on the facts with retain at its optimum"
 
     def __post_init__(self) -> None:
         if not self.gamma > 0:
@@ -259,6 +265,7 @@ class MemFlex:
     seed: int = 0
     pooled: bool = False
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
+    UNIT: ClassVar[str] = "|gradient| where unentangled"
 
     def __post_init__(self) -> None:
         if not (-1 < self.mu <= 1 and self.copies > 0):

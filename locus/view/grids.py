@@ -93,7 +93,7 @@ def ranking(scores: Scores, *, top: int = 20) -> View:
     return View(
         f"{_named(scores)}: the top {len(rows)}",
         f"n = {n} facts, mean of {_metric(scores)} by {scores.method!r}; {said}. Chosen by their rank among "
-        f"{len(scores.components):,}, so the largest are overestimated. Positive: removing it lowers the metric.",
+        f"{len(scores.components):,}, so the largest are overestimated. Positive: it supports the answer.",
         "Largest mean scores: " + ", ".join(f"{r.component} {r.score:+.3g}" for r in rows.head(8).itertuples()) + ".",
         (Panel(wide(chart, 18 * len(rows))),),
     )
@@ -256,7 +256,7 @@ def _worded(columns: Sequence[str]) -> bool:
 
 
 def _metric(scores: Scores) -> str:
-    return scores.metric.replace("_", " ")
+    return scores.unit.replace("_", " ")
 
 
 def _named(scores: Scores) -> str:
