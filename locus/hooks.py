@@ -382,10 +382,14 @@ def _laid_out(
 
 
 def trace(
-    model: Any, tokens: Int[Tensor, "batch pos"], attention_mask: Bool[Tensor, "batch pos"] | None = None
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Bool[Tensor, "batch pos"] | None = None,
+    sites: Sequence[str] = (),
 ) -> Trace:
-    """Run a batch once and record what is needed to continue it from any layer. Autograd is off."""
-    return record(model, tokens, attention_mask, keys=model.packed)[0]
+    """Run a batch once and record what is needed to continue it from any layer, without logits. Autograd is off."""
+    with read_only(model, torch.zeros(len(tokens), 0, dtype=torch.long)):
+        return record(model, tokens, attention_mask, sites, keys=model.packed)[0]
 
 
 def record(
@@ -395,7 +399,7 @@ def record(
     sites: Sequence[str] = (),
     *,
     keys: bool = False,
-) -> tuple[Trace, Float[Tensor, "batch pos d_vocab"]]:
+) -> tuple[Trace, Float[Tensor, "batch _ d_vocab"]]:
     """`trace`, with the activations at some hooks and, if `keys`, what packed rows need; and the logits of the run."""
     inputs: list[Tensor] = []
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

@@ -31,8 +31,8 @@ class AttributionPatching:
     Attributes:
         direction: "denoising" or "noising".
         batch_size: pairs in one pass at the most.
-        recompute: go back layer by layer, running each once more, so that the graph of one layer only is kept: about a
-            third slower, for long prompts and many pairs.
+        recompute: go back layer by layer, running each once more, so that the graph of one layer only is kept: up to
+            twice as slow, for long prompts and many pairs.
     """
 
     direction: str = "denoising"
@@ -95,7 +95,7 @@ def _layer_by_layer(
     model: Any, base: Tensor, source: Tensor, pairs: Any, components: Components, metric: Callable
 ) -> Float[Tensor, "fact component"]:
     """Σ (a(source) - a(base)) · ∂m/∂a with the graph of one layer at a time, from the last down to the first needed."""
-    runs = [hooks.record(model, tokens, pairs.attention_mask)[0] for tokens in (base, source)]
+    runs = [hooks.trace(model, tokens, pairs.attention_mask) for tokens in (base, source)]
     rows, every = torch.arange(len(pairs), device=model.device), sites(components)
     sums: dict[str, Tensor] = {}
     with torch.enable_grad(), model.frozen():

@@ -195,7 +195,7 @@ def intervene(
     alone = [c for c, component in enumerate(components) if component.kind in ("neuron", "value")]
     layers = sorted({components[c].layer for c in alone})
     names = list(dict.fromkeys([*replacement, *neurons.sites(layers)]))
-    recorded, _ = hooks.record(model, base, pairs.attention_mask, names, keys=model.packed)
+    recorded = hooks.trace(model, base, pairs.attention_mask, names)
     at = (pairs.attention_mask if at is None else at & pairs.attention_mask).to(model.device)
     replacement = {
         name: torch.where(at.reshape(*at.shape, *[1] * (new.ndim - 2)), new, recorded.site(name))
