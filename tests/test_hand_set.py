@@ -246,29 +246,29 @@ HALF = 8  # words of a sequence before it repeats
 
 @functools.cache
 def induction():
-    """A GPT-2 without MLPs, trained to go on with sequences that it saw begin: `… a b … a` → `b`.
+    """A llama without MLPs, trained to go on with sequences that it saw begin: `… a b … a` → `b`.
 
     The second half is the first, turned by a number of places of its own, so that no fixed distance tells the answer.
     """
-    config = hf.GPT2Config(
+    config = hf.LlamaConfig(
         vocab_size=24,
-        n_embd=32,
-        n_layer=2,
-        n_head=HEADS,
-        n_positions=2 * HALF,
+        hidden_size=48,
+        intermediate_size=4,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
         initializer_range=0.2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        hf_model = hf.GPT2LMHeadModel(config)
-        for block in hf_model.transformer.h:
+        hf_model = hf.LlamaForCausalLM(config)
+        for block in hf_model.model.layers:
             for p in block.mlp.parameters():
                 p.data.zero_()
                 p.requires_grad_(False)
-        optimizer = torch.optim.Adam((p for p in hf_model.parameters() if p.requires_grad), lr=4e-3)
+        optimizer = torch.optim.AdamW((p for p in hf_model.parameters() if p.requires_grad), lr=4e-3)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
         for _ in range(1500):
             first = torch.rand(48, 24).argsort(1)[:, :HALF]
             at = (torch.arange(HALF) + torch.randint(HALF - 1, (48, 1))) % HALF
@@ -279,12 +279,13 @@ def induction():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if loss < 0.02:
+            warmup.step()
+            if loss < 0.05:
                 return wrap(hf_model.double().eval(), tokenizer(), "induction")
     raise AssertionError(f"the model did not learn to repeat: its loss is {loss:.2f}")
 
 
-def repeats(n=16):
+def repeats(n=32):
     """`a b … c d … a`, whose answer is b; corrupted: a and c change places where they stand first, so that it is d."""
     generator = torch.Generator().manual_seed(1)
     clean = torch.stack([torch.randperm(24, generator=generator)[:HALF] for _ in range(n)])
@@ -296,19 +297,29 @@ def repeats(n=16):
 
 
 def test_the_heads_of_a_trained_induction_model_are_found():
+    """Layer 1 looks from the last word to where a head of layer 0 has brought a: that head, and its edge to the key.
+
+    Which heads these are, and how many words back they look, is read off the attention patterns.
+    """
     model, pairs = induction(), repeats()
-    assert metric_of(model, pairs.clean, pairs).min() > 3 and metric_of(model, pairs.corrupted, pairs).max() < -3
+    total = float((metric_of(model, pairs.clean, pairs) - metric_of(model, pairs.corrupted, pairs)).mean())
+    assert total > 8
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
-    first, second = hooks.states(model, pairs.clean, pairs.attention_mask, names).values()
-    previous = int(first[:, :, 2, 1].mean(0).argmax())  # from b to the word before it
-    repeated = int(second[:, :, HALF, 2].mean(0).argmax())  # from the last word to b
-    assert first[:, previous, 2, 1].mean() > 0.5 and second[:, repeated, HALF, 2].mean() > 0.5
-    for method in (ActivationPatching(), ActivationPatching("noising"), AttributionPatching("noising")):
+    below, above = (p.mean(0) for p in hooks.states(model, pairs.clean, pairs.attention_mask, names).values())
+    share, place = above[:, HALF].max(1)
+    carrier = int(below[:, int(place[share.argmax()]), 1].argmax())
+    readers = [head for head in range(HEADS) if share[head] > 0.5]
+    assert readers and below[carrier, int(place[readers[0]]), 1] > 0.3
+    for method in (ActivationPatching(), ActivationPatching("noising"), IntegratedGradients(steps=40)):
         scores = localize(model, pairs, method, components="head", progress=False).mean().unflatten(0, (2, HEADS))
-        assert scores.argmax(1).tolist() == [previous, repeated], (method, scores)
-    between = [e for e in edges(model) if e.sender and e.sender.kind == "head" and e.receiver.component]
-    between = [str(e) for e in between if e.receiver.component.kind == "head"]
+        assert int(scores[0].argmax()) == carrier and scores[0, carrier] > 0.8 * total, (method, scores)
+        assert scores[1].argmax() in readers and scores[1].max() > 0.3 * total
+    # The gradient does not go through the sharp pattern; it finds the readers, whose outputs are nearly linear.
+    slopes = localize(model, pairs, AttributionPatching(), components="head", progress=False).mean()
+    assert slopes[HEADS:].argmax() in readers and slopes[HEADS:].max() > 0.2 * total
+    between = [str(e) for e in edges(model) if str(e.sender).startswith("L0H") and str(e.receiver).startswith("L1H")]
     assert len(between) == HEADS * HEADS * 3
-    paths = localize_edges(model, pairs, PathPatching(), chosen=between, progress=False)
-    top = paths.top(2)
-    assert top.edge[0] == f"L0H{previous}->L1H{repeated}.k" and top.score[0] > 2 * abs(top.score[1]), top
+    top = localize_edges(model, pairs, PathPatching(), chosen=between, progress=False).top(len(between))
+    keys = {f"L0H{carrier}->L1H{reader}.k" for reader in readers}
+    assert top.edge[0] in keys and top.score[0] > 0.3 * total, top
+    assert (top[~top.edge.isin(keys)].score.abs() < 0.1 * total).all(), top
