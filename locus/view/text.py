@@ -50,15 +50,17 @@ def attention(
     tokens, words = _read(model, text)
     patterns = _patterns(model, tokens, chosen)
     names = [str(head) for head in chosen]
+    # The answer is predicted one token before it.
+    row = len(words) - 1 if isinstance(text, str) else int(encode(model, [text]).answer_mask[0].int().argmax()) - 1
     looked = [
-        f"{name} looks most at {words[int(pattern[-1].argmax())]!r} ({float(pattern[-1].max()):.2f})"
+        f"{name} looks most at {words[int(pattern[row].argmax())]!r} ({float(pattern[row].max()):.2f})"
         for name, pattern in zip(names[:6], patterns, strict=False)
     ]
     return View(
         f"Attention on “{_say(text)}”, {model.name}",
         f"n = {len(chosen)} heads, {len(words)} tokens, one forward pass. Row: the token that looks; column: the token "
         f"that is looked at; 0 (white) to 1. {said}",
-        f"Attention patterns of {', '.join(names)}. From the last token, {words[-1]!r}: {'; '.join(looked)}.",
+        f"Attention patterns of {', '.join(names)}. From {words[row]!r}, where the answer is read: {'; '.join(looked)}.",
         (heads_panel(names, patterns, words),),
     )
 
