@@ -60,7 +60,7 @@ def attention(
         f"Attention on “{_say(text)}”, {model.name}",
         f"n = {len(chosen)} heads, {len(words)} tokens, one forward pass. Row: the token that looks; column: the token "
         f"that is looked at; 0 (white) to 1. {said}",
-        f"Attention patterns of {', '.join(names)}. From {words[row]!r}, where the answer is read: {'; '.join(looked)}.",
+        f"Attention patterns of {', '.join(names)}. From {words[row]!r}, before the answer: {'; '.join(looked)}.",
         (heads_panel(names, patterns, words),),
     )
 
