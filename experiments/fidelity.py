@@ -18,7 +18,7 @@ from controlled import RESULTS
 
 import locus
 from locus import patching
-from locus.components import Components, n_kv
+from locus.components import n_kv
 from locus.facts import Facts
 from locus.hooks import states
 from locus.localize.attribution import gradients_at
@@ -77,8 +77,9 @@ def query_key(model, pairs) -> tuple[Scores, list[Scores]]:
 
 
 def sampled(components, n):
-    some = torch.randperm(len(components), generator=torch.Generator().manual_seed(0))[:n].sort().values
-    return Components(tuple(components[i] for i in some.tolist()), components.sizes[some], components.model)
+    return components.take(
+        torch.randperm(len(components), generator=torch.Generator().manual_seed(0))[:n].sort().values
+    )
 
 
 def rows_of(model, pairs, scores, exact, kind):

@@ -115,6 +115,10 @@ class Components(Sequence[Component]):
             raise ValueError(f"{min(repeated)} would be in the list twice; join different components only")
         return Components(self.items + other.items, torch.cat([self.sizes, other.sizes]), self.model)
 
+    def take(self, some: Int[Tensor, " chosen"]) -> "Components":
+        """Those at these places, in this order."""
+        return Components(tuple(self.items[i] for i in some.tolist()), self.sizes[some], self.model)
+
     @property
     def layers(self) -> Int[Tensor, " component"]:
         return torch.tensor([c.layer for c in self.items], dtype=torch.long)

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from locus.components import Components
 from locus.localize import ActivationPatching, localize
 from locus.metrics import logit_difference
 from locus.scores import Scores, agreement_of
@@ -40,7 +39,7 @@ class Trust:
     passes: tuple[float, float] | None
 
     def __str__(self) -> str:
-        names = {"pearson": "Pearson", "spearman": "Spearman", "overlap": "overlap of the top"}
+        names = {"pearson": "Pearson", "spearman": "Spearman"}
         lines = []
         for of, rows in self.rows.groupby("of", sort=False):
             found = []
@@ -145,9 +144,7 @@ def _exact(
 
 
 def _columns(scores: Scores, some: torch.Tensor) -> Scores:
-    every = scores.components
-    components = Components(tuple(every[i] for i in some.tolist()), every.sizes[some], every.model)
-    return Scores(scores.values[:, some], components, scores.method, scores.metric, scores.facts)
+    return Scores(scores.values[:, some], scores.components.take(some), scores.method, scores.metric, scores.facts)
 
 
 def _rows(

@@ -48,7 +48,7 @@ def sample(components: Components, layers: int, each: int) -> Components:
     depth = int(components.layers.max()) + 1
     chosen = [int((2 * i + 1) * depth / (2 * layers)) for i in range(layers)]
     kept = [i for i, c in enumerate(components) if c.layer in chosen and (c.index or 0) < each]
-    return Components(tuple(components[i] for i in kept), components.sizes[kept], components.model)
+    return components.take(torch.tensor(kept))
 
 
 def loop(hf_model: Any, tokens: Tensor, neurons: Sequence[Component], place: str) -> Tensor:

@@ -9,11 +9,10 @@ import argparse
 import resource
 import time
 
-import torch
+from knockouts import pairs_of
 from sweeps import prompts
 
 import locus
-from locus.facts import ContrastPairs, Fact
 
 
 def peak() -> float:
@@ -31,18 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     model, n = locus.load(options.model, quiet=True), options.pairs
     clean, corrupted = prompts("apart", n, options.tokens, model.cfg.d_vocab)
-    every, one = torch.ones_like(clean, dtype=torch.bool), torch.ones(n, 1, dtype=torch.long)
-    pairs = ContrastPairs(
-        clean=clean,
-        corrupted=corrupted,
-        attention_mask=every,
-        read=(options.tokens - 1) * one,
-        answer=5 * one,
-        distractor=6 * one,
-        read_mask=one.bool(),
-        subject=every,
-        facts=(Fact("a", "random", "a b", "c"),) * n,
-    )
+    pairs = pairs_of(clean, corrupted)
     loaded, start = peak(), time.perf_counter()
     scores = locus.localize_edges(model, pairs, locus.EAP(steps=options.steps), progress=False)
     print(

@@ -11,7 +11,8 @@ from torch import Tensor
 from locus import hooks
 from locus.components import Components
 from locus.localize.attribution import gradients_at
-from locus.localize.paths import batches, require_direction
+from locus.localize.interventions import require_direction
+from locus.localize.paths import batches
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locus import hooks
 from locus.components import Components
-from locus.localize.interventions import activations, gathered, sites, targets
+from locus.localize.interventions import activations, gathered, require_direction, sites, targets
 from locus.packing import acts_in
 
 ENTRY = "blocks.0.hook_resid_pre"  # the embeddings, positions included
@@ -41,8 +41,7 @@ class AttributionPatching:
     KINDS: ClassVar[tuple[str, ...]] = ("head", "kv", "neuron", "value", "mlp", "attn")
 
     def __post_init__(self) -> None:
-        if self.direction not in ("denoising", "noising"):
-            raise ValueError(f"direction must be 'denoising' or 'noising', got {self.direction!r}")
+        require_direction(self.direction)
 
     def score(
         self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool

@@ -12,8 +12,8 @@ from torch import Tensor
 from locus import hooks
 from locus.components import Components
 from locus.localize.attribution import ENTRY, gradients_at, summed
-from locus.localize.interventions import activations, hook_names
-from locus.localize.paths import batches, require_direction
+from locus.localize.interventions import activations, hook_names, require_direction
+from locus.localize.paths import batches
 
 
 @dataclass(frozen=True)

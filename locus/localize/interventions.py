@@ -37,8 +37,7 @@ class ActivationPatching:
     KINDS: ClassVar[tuple[str, ...]] = ALL_KINDS
 
     def __post_init__(self) -> None:
-        if self.direction not in ("denoising", "noising"):
-            raise ValueError(f"direction must be 'denoising' or 'noising', got {self.direction!r}")
+        require_direction(self.direction)
 
     def score(
         self, model: Any, pairs: Any, components: Components, metric: Callable, progress: bool
@@ -101,6 +100,11 @@ def _tokens_at(pairs: Any, positions: str) -> Bool[Tensor, "fact pos"]:
         return pairs.attention_mask if positions == "all" else pairs.subject
     token = pairs.read[:, 0] if positions == "last" else last_subject(pairs)
     return torch.zeros_like(pairs.attention_mask).scatter(1, token[:, None], True)
+
+
+def require_direction(direction: str) -> None:
+    if direction not in ("denoising", "noising"):
+        raise ValueError(f"direction must be 'denoising' or 'noising', got {direction!r}")
 
 
 def hook_names(component: Component) -> list[str]:

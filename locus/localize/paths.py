@@ -12,7 +12,7 @@ from torch import Tensor
 from locus import hooks
 from locus.components import Component, Components
 from locus.edges import Edges, EdgeScores, Receiver, all_written, edges, entrance, parse_receiver, parse_sender, read
-from locus.localize.interventions import per_example, targets
+from locus.localize.interventions import per_example, require_direction, targets
 from locus.metrics import logit_difference
 from locus.progress import tqdm
 from locus.reads import gather, unembed
@@ -256,11 +256,6 @@ def path_patch(
         graph.select([f"{sender}->{graph.receivers[receivers[0]]}"])  # raises, and names edges that exist
     method = PathPatching(direction)
     return method._patch(model, pairs, graph, [(place or 0, receivers)], per_example(metric), False)[:, 0]
-
-
-def require_direction(direction: str) -> None:
-    if direction not in ("denoising", "noising"):
-        raise ValueError(f"direction must be 'denoising' or 'noising', got {direction!r}")
 
 
 def batches(pairs: Any, size: int, label: str | None) -> Iterator[Any]:
