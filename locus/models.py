@@ -86,9 +86,9 @@ class HookedModel:
         self.parity = float("nan")
         self.fast = False
         self.packed = False
-        self._names = {id(p): n for n, p in weights.items()}
+        self._names = {p: n for n, p in weights.items()}
         self.live = tuple(_live_parameters(self))
-        self._live_by_id = {id(live.tensor): live for live in self.live}
+        self._live_of = {live.tensor: live for live in self.live}
         self.fingerprint = _fingerprint(weights.items())
         self._hashed = (self._versions(), self.fingerprint)
 
@@ -144,12 +144,12 @@ class HookedModel:
 
     def name_of(self, parameter: Tensor) -> str:
         """Hugging Face name of a parameter that the model stores or reads."""
-        name = self._names.get(id(parameter))
-        return self._live_by_id[id(parameter)].name if name is None else name
+        name = self._names.get(parameter)
+        return self._live_of[parameter].name if name is None else name
 
     def live_of(self, parameter: Tensor) -> LiveParameter:
         """The live parameter that a tensor of the forward pass is."""
-        return self._live_by_id[id(parameter)]
+        return self._live_of[parameter]
 
     @torch.no_grad()
     def write(self, name: str, values: Tensor) -> None:
@@ -415,9 +415,9 @@ def _live_parameters(model: HookedModel) -> Iterator[LiveParameter]:
                     split += _split(model, attn, fused, attribute)
     for module in model.bridge.original_model.modules():
         for attribute, p in module._parameters.items():
-            if p is not None and id(p) in model._names and id(p) not in replaced:
+            if p is not None and p in model._names and id(p) not in replaced:
                 replaced.add(id(p))
-                yield LiveParameter(model._names[id(p)], p, module, attribute)
+                yield LiveParameter(model._names[p], p, module, attribute)
     yield from split
 
 
@@ -445,7 +445,7 @@ def _split(model: HookedModel, attn: Any, fused: nn.Module, attribute: str) -> l
         numbers = getattr(piece, attribute).detach()
         transposed = attribute == "weight" and axis == 1
         live = LiveParameter(
-            model._names[id(stored)],
+            model._names[stored],
             tensor,
             module,
             attribute,

@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -52,6 +53,19 @@ def test_an_edit_of_any_parameter_is_read_and_saved(directory, tokens, tmp_path)
     assert (after - before).abs().max() > 1e-2
     saved = model.save_pretrained(tmp_path / "edited")
     assert (plain_logits(saved, tokens) - after).abs().max() < 1e-5
+
+
+def test_a_deep_copy_is_a_model_of_its_own(any_model, tokens):
+    other, state = copy.deepcopy(any_model), any_model.state
+    with torch.no_grad():
+        before = any_model.logits(tokens)
+        assert torch.equal(other.logits(tokens), before)
+        for name, p in other.weights.items():
+            other.write(name, p / 2)
+        assert (other.logits(tokens) - before).abs().max() > 1e-2
+        assert torch.equal(any_model.logits(tokens), before)
+    assert any_model.state == state != other.state
+    assert {other.name_of(live.tensor) for live in other.live} == set(other.weights)
 
 
 def test_tied_embeddings_stay_tied(tokens, tmp_path):
