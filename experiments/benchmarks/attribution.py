@@ -4,7 +4,8 @@
 
 Same nodes, same prompts, same difference of logits at the last token. TransformerLens scores each position apart, so
 its scores are summed over positions. Further rows have the neurons too, which TransformerLens lacks: there locus does
-more than its peer; "layer by layer" keeps the graph of one layer at a time. Memory is how far the resident set of a
+more than its peer; "layer by layer" keeps the graph of one layer at a time; "one pair at a time" runs several pairs as
+TransformerLens does. Memory is how far the resident set of a
 process that does nothing else grows beyond that of the loaded model; it is given with the model too.
 """
 
@@ -31,6 +32,7 @@ KINDS = {
     "heads + MLPs": ("head", "mlp"),
     "heads + MLPs + neurons": ("head", "mlp", "neuron"),
     "heads + MLPs + neurons, layer by layer": ("head", "mlp", "neuron"),
+    "heads + MLPs, one pair at a time": ("head", "mlp"),
 }
 
 
@@ -46,7 +48,9 @@ def components(model: Any, kinds: tuple[str, ...]) -> Components:
 
 def ours(model: Any, prompts: ContrastPairs, chosen: Components, kind: str) -> Tensor:
     """Scores [component], mean over the pairs."""
-    method = locus.AttributionPatching(recompute=kind.endswith("layer by layer"))
+    method = locus.AttributionPatching(
+        recompute=kind.endswith("layer by layer"), batch_size=1 if kind.endswith("one pair at a time") else 32
+    )
     return method.score(model, prompts, chosen, logit_difference, False).mean(0)
 
 
@@ -100,11 +104,12 @@ def resident(what: str) -> float:
 
 def compare(model: Any, options: argparse.Namespace, pairs: int, tokens: int) -> list[str]:
     prompts, lines = drawn(model, pairs, tokens), []
-    chosen = {kind: components(model, kinds) for kind, kinds in KINDS.items()}
-    seconds: dict[str, list[float]] = {side: [] for side in (*KINDS, "theirs")}
+    kinds = {kind: parts for kind, parts in KINDS.items() if pairs > 1 or "pair" not in kind}
+    chosen = {kind: components(model, parts) for kind, parts in kinds.items()}
+    seconds: dict[str, list[float]] = {side: [] for side in (*kinds, "theirs")}
     timed(ours, model, prompts, chosen["heads + MLPs"], "")  # the first pass of a process is slower
     for _ in range(options.repeats):
-        for kind in KINDS:
+        for kind in kinds:
             took, scores = timed(ours, model, prompts, chosen[kind], kind)
             seconds[kind].append(took)
         took, found = timed(theirs, model, prompts)
@@ -112,8 +117,8 @@ def compare(model: Any, options: argparse.Namespace, pairs: int, tokens: int) ->
     model.bridge.zero_grad(set_to_none=True)
     expected = summed(found, chosen["heads + MLPs"])
     gap = float((scores[: len(expected)] - expected).abs().max() / expected.abs().max())
-    memory = {side: peak(side, options.model, pairs, tokens) for side in (*KINDS, "theirs")}
-    for kind in KINDS:
+    memory = {side: peak(side, options.model, pairs, tokens) for side in (*kinds, "theirs")}
+    for kind in kinds:
         ratios = [b / a for a, b in zip(seconds[kind], seconds["theirs"], strict=True)]
         lines.append(
             f"attribution patching, {kind}, {tokens} tokens, {pairs} pair{'s' * (pairs > 1)}   locus "
