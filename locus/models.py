@@ -86,9 +86,9 @@ class HookedModel:
         self.parity = float("nan")
         self.fast = False
         self.packed = False
-        self._names = {p: n for n, p in weights.items()}
+        self._names: dict[Tensor, str] = {p: n for n, p in weights.items()}
         self.live = tuple(_live_parameters(self))
-        self._live_of = {live.tensor: live for live in self.live}
+        self._live_of: dict[Tensor, LiveParameter] = {live.tensor: live for live in self.live}
         self.fingerprint = _fingerprint(weights.items())
         self._hashed = (self._versions(), self.fingerprint)
 

@@ -130,6 +130,8 @@ class Plan:
         for field in ("localizers", "objectives", "seeds")[self.planting is not None :]:
             if not getattr(self, field):
                 raise ValueError(f"A study needs at least one of its {field}; got none.")
+        if classes := [x for x in (*self.localizers, *self.objectives) if isinstance(x, type)]:
+            raise ValueError(f"{classes[0].__name__} is a class; give an instance of it, {classes[0].__name__}().")
         if self.planting is None and any(isinstance(objective, MatchMLP) for objective in self.objectives):
             raise ValueError(
                 "MatchMLP matches a model that never learned the facts to forget, which only a planting has: give one, "

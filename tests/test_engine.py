@@ -593,10 +593,11 @@ def test_what_has_no_meaning_is_refused(split):
         (dict(mask=ParameterMask({"nowhere": torch.ones(2, 2, dtype=torch.bool)})), "nowhere"),
         (dict(mask=ParameterMask({name: torch.ones(2, 2, dtype=torch.bool)})), "made for another model"),
         (dict(mask=ParameterMask({name: torch.zeros(48, 32, dtype=torch.bool)})), "selects nothing"),
+        (dict(split=split.forget), "give a FactSplit"),
+        (dict(objective=NPO), "not an objective"),
         (dict(steps=0), "steps must be above 0"),
         (dict(clip=math.nan), "clip must be above 0"),
     ]
     for change, says in cases:
-        given = dict(split=split, mask=mask) | change
         with pytest.raises(ValueError, match=says):
-            unlearn(model, given.pop("split"), given.pop("mask"), NPO(), **({"steps": 1} | given))
+            unlearn(model, **(dict(split=split, mask=mask, objective=NPO(), steps=1) | change))

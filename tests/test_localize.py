@@ -263,6 +263,8 @@ def test_a_model_in_training_mode_and_an_empty_list_are_refused(llama):
     nothing = Components((), torch.zeros(0, dtype=torch.long), llama.fingerprint)
     with pytest.raises(ValueError, match="no components"):
         localize(llama, pairs, AttributionPatching(), components=nothing)
+    with pytest.raises(ValueError, match=r"give one, e\.g\. AttributionPatching\(\)"):
+        localize(llama, pairs, AttributionPatching, components=heads)
     llama.bridge.original_model.train()
     try:
         with pytest.raises(ValueError, match="training mode"):

@@ -374,6 +374,7 @@ def test_plan_refuses_what_cannot_be():
         {"looks": Looks((3, 5)), "seeds": (0, 1, 2)},
         {"draws": 0},
         {"budget": 1.5},
+        {"objectives": (MatchMLP,), "planting": Planting()},
     ):
         with pytest.raises(ValueError):
             Plan(**wrong)

@@ -157,6 +157,8 @@ def localize(
         ValueError: the method has no meaning for a kind of component (the message lists those it has), or the
             components belong to another model.
     """
+    if isinstance(method, type) or not isinstance(method, Method):
+        raise ValueError(f"{method!r} is not a method that scores components; give one, e.g. AttributionPatching()")
     chosen = model.components(components) if isinstance(components, str) else components
     if chosen.model != model.fingerprint:
         raise ValueError(f"the components belong to model {chosen.model}, not to {model.name} ({model.fingerprint})")

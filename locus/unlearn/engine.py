@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from locus import hooks
-from locus.facts import Fact, encode
+from locus.facts import Fact, FactSplit, encode
 from locus.masks import Mask, ParameterMask
 from locus.progress import tqdm
 from locus.reads import unembed_normed
@@ -469,13 +469,15 @@ def _check(
             raise ValueError(f"{name} must be above 0, not {value!r}")
         if name != "clip" and value is not None and not isinstance(value, Integral):
             raise ValueError(f"{name} must be a whole number, not {value!r}")
+    if not isinstance(split, FactSplit):
+        raise ValueError(f"split is a {type(split).__name__}; give a FactSplit: facts.split(forget=…, seed=0)")
     if not isinstance(seed, Integral):
         raise ValueError(f"seed must be a whole number, not {seed!r}")
     if torch.is_inference_mode_enabled():
         raise ValueError("unlearning needs gradients, which torch.inference_mode() forbids: leave that block first")
     if floor is not None and not 0 <= floor <= 1:
         raise ValueError(f"floor must be a fraction of the original probability, in [0, 1], or None; not {floor!r}")
-    if not isinstance(objective, Objective | Preference | Internal):
+    if isinstance(objective, type) or not isinstance(objective, Objective | Preference | Internal):
         raise ValueError(
             f"{objective!r} is not an objective: it needs forget_weight, retain_weight, retain and forget(); "
             "see locus.unlearn.objectives, e.g. locus.NPO(beta=0.1)"
