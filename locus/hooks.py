@@ -239,11 +239,11 @@ class Trace:
         )
         lengths = self.inputs[0].shape[1] - first
         token = (lengths.cumsum(0) - lengths - first)[:, None] + read
-        # Before its first change a row is the recorded run.
-        found = gather(self.inputs[-1].index_select(0, rows), read)
+        found = gather(self.inputs[-1].index_select(0, rows), read)  # what a row is before its first change
         changed = read >= first[:, None]
-        wanted, where = token[changed].unique(return_inverse=True)
-        found[changed] = self._grown_packed(starts, rows, first, wanted)[0, where]
+        if changed.any():
+            wanted, where = token[changed].unique(return_inverse=True)
+            found[changed] = self._grown_packed(starts, rows, first, wanted)[0, where]
         return found
 
     def _grown_whole(self, starts: dict[int, Start]) -> Float[Tensor, "row pos d_model"]:

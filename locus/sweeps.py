@@ -64,6 +64,8 @@ def sweep(
         return
     with torch.no_grad():
         first = _first_changes(recorded, layers, start, max_tokens)
+    # No position reads a later one, so what changes after all that is read changes nothing.
+    first = first.masked_fill(first > read.to(first.device).amax(1), positions)
     tokens = (positions - first).sum(1)
     together = max(1, max_tokens // (8 * read.numel()))  # logits are large: those of a few cells at a time
     passes = [p for p in _passes(layers, first, positions, max_tokens) if not done.issuperset(p)]

@@ -519,3 +519,21 @@ def test_a_long_sweep_says_beforehand_what_it_takes(llama, monkeypatch, capsys):
     assert "patching mlp_out: 15 cells in " in said and " s and " in said and "GB beside the model" in said
     patching.get_act_patch_mlp_out(llama, corrupted, clean, last_difference, max_tokens=20, progress=False)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("read", [0, 3])
+def test_cells_after_all_that_the_metric_reads_change_nothing(llama, read):
+    clean, corrupted = torch.randint(90, (2, 3, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        _, cache = llama.run_with_cache(clean)
+
+    def metric(logits):
+        return logits[:, read, 7].mean()
+
+    found = patching.get_act_patch_resid_pre(llama, corrupted, cache, metric, progress=False, max_tokens=60)
+    expected = tl.get_act_patch_resid_pre(llama.bridge, corrupted, cache, metric)
+    assert torch.allclose(found.float(), expected, atol=1e-6)  # TransformerLens gives float32
+    trace = hooks.trace(llama, corrupted)
+    late = hooks.Start(torch.arange(3), enter=lambda x: torch.cat([x[:, :5], x[:, 5:] + 1], 1))
+    at = torch.full((3, 1), read)
+    assert torch.equal(trace.grown({1: late}, at), hooks.gather(trace.inputs[-1], at))
