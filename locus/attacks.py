@@ -50,15 +50,12 @@ class Attack(Protocol):
 
     def facts(self, split: FactSplit, half: Facts) -> Facts:
         """What it trains on; `half` is the attacker's half of the forget facts."""
-        ...
 
     def prompts(self, fact: Fact) -> tuple[str, ...]:
         """The wordings in which a fact is asked; values are averaged within the fact."""
-        ...
 
     def run(self, model: HookedModel, facts: Facts, checkpoint: Checkpoint, *, seed: int) -> Status:
         """Attack the model as it is; call `checkpoint(steps made)` with the attack in place; leave no trace."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -402,7 +402,7 @@ def _fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 def _live_parameters(model: HookedModel) -> Iterator[LiveParameter]:
     """What the forward pass reads: the stored parameters, or the bridge's split copies of fused ones."""
-    replaced: set[int] = set()
+    replaced: set[Tensor] = set()
     split: list[LiveParameter] = []
     for block in model.bridge.blocks:
         attn = block.attn if "attn" in block.submodules else None
@@ -411,12 +411,12 @@ def _live_parameters(model: HookedModel) -> Iterator[LiveParameter]:
             for attribute in ("weight", "bias"):
                 stored = getattr(fused, attribute, None)
                 if isinstance(stored, nn.Parameter):
-                    replaced.add(id(stored))
+                    replaced.add(stored)
                     split += _split(model, attn, fused, attribute)
     for module in model.bridge.original_model.modules():
         for attribute, p in module._parameters.items():
-            if p is not None and p in model._names and id(p) not in replaced:
-                replaced.add(id(p))
+            if p is not None and p in model._names and p not in replaced:
+                replaced.add(p)
                 yield LiveParameter(model._names[p], p, module, attribute)
     yield from split
 

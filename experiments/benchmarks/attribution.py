@@ -5,8 +5,8 @@
 Same nodes, same prompts, same difference of logits at the last token. TransformerLens scores each position apart, so
 its scores are summed over positions. Further rows have the neurons too, which TransformerLens lacks: there locus does
 more than its peer; "layer by layer" keeps the graph of one layer at a time; "one pair at a time" runs several pairs as
-TransformerLens does. Memory is how far the resident set of a
-process that does nothing else grows beyond that of the loaded model; it is given with the model too.
+TransformerLens does. Memory is how far the resident set of a process that does nothing else grows beyond that of the
+loaded model; it is given with the model too.
 """
 
 import argparse
@@ -28,12 +28,13 @@ from locus.components import Components
 from locus.facts import ContrastPairs
 from locus.metrics import logit_difference
 
-KINDS = {
-    "heads + MLPs": ("head", "mlp"),
-    "heads + MLPs + neurons": ("head", "mlp", "neuron"),
-    "heads + MLPs + neurons, layer by layer": ("head", "mlp", "neuron"),
-    "heads + MLPs, one pair at a time": ("head", "mlp"),
+BOTH, ALL = ("head", "mlp"), ("head", "mlp", "neuron")
+METHODS = {
+    "heads + MLPs": (BOTH, locus.AttributionPatching()),
+    "heads + MLPs + neurons": (ALL, locus.AttributionPatching()),
+    "heads + MLPs + neurons, layer by layer": (ALL, locus.AttributionPatching(recompute=True)),
 }
+SINGLY = {"heads + MLPs, one pair at a time": (BOTH, locus.AttributionPatching(batch_size=1))}  # of several pairs
 
 
 def drawn(model: Any, pairs: int, tokens: int) -> ContrastPairs:
@@ -46,11 +47,8 @@ def components(model: Any, kinds: tuple[str, ...]) -> Components:
     return sum(others, start=first)
 
 
-def ours(model: Any, prompts: ContrastPairs, chosen: Components, kind: str) -> Tensor:
+def ours(model: Any, prompts: ContrastPairs, chosen: Components, method: locus.AttributionPatching) -> Tensor:
     """Scores [component], mean over the pairs."""
-    method = locus.AttributionPatching(
-        recompute=kind.endswith("layer by layer"), batch_size=1 if kind.endswith("one pair at a time") else 32
-    )
     return method.score(model, prompts, chosen, logit_difference, False).mean(0)
 
 
@@ -90,11 +88,12 @@ def peak(side: str, model: str, pairs: int, tokens: int) -> Peak:
 def alone(side: str, name: str, pairs: int, tokens: int) -> None:
     """What a process that measures its own memory does; prints that of the loaded model and what it grew, in MB."""
     model = locus.load(name, quiet=True)
-    prompts, chosen = drawn(model, pairs, tokens), components(model, KINDS.get(side, KINDS["heads + MLPs"]))
+    kinds, method = (METHODS | SINGLY).get(side, METHODS["heads + MLPs"])
+    prompts, chosen = drawn(model, pairs, tokens), components(model, kinds)
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # else what loading took and gave back is used again, unseen
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: that of loading is higher
     loaded = resident("VmRSS")
-    theirs(model, prompts) if side == "theirs" else ours(model, prompts, chosen, side)
+    theirs(model, prompts) if side == "theirs" else ours(model, prompts, chosen, method)
     print(loaded, resident("VmHWM") - loaded)
 
 
@@ -104,29 +103,31 @@ def resident(what: str) -> float:
 
 def compare(model: Any, options: argparse.Namespace, pairs: int, tokens: int) -> list[str]:
     prompts, lines = drawn(model, pairs, tokens), []
-    kinds = {kind: parts for kind, parts in KINDS.items() if pairs > 1 or "pair" not in kind}
-    chosen = {kind: components(model, parts) for kind, parts in kinds.items()}
-    seconds: dict[str, list[float]] = {side: [] for side in (*kinds, "theirs")}
-    timed(ours, model, prompts, chosen["heads + MLPs"], "")  # the first pass of a process is slower
+    methods = METHODS | SINGLY if pairs > 1 else METHODS
+    chosen = {side: components(model, kinds) for side, (kinds, _) in methods.items()}
+    seconds: dict[str, list[float]] = {side: [] for side in (*methods, "theirs")}
+    timed(
+        ours, model, prompts, chosen["heads + MLPs"], locus.AttributionPatching()
+    )  # the first pass of a process is slower
     for _ in range(options.repeats):
-        for kind in kinds:
-            took, scores = timed(ours, model, prompts, chosen[kind], kind)
-            seconds[kind].append(took)
+        for side, (_, method) in methods.items():
+            took, scores = timed(ours, model, prompts, chosen[side], method)
+            seconds[side].append(took)
         took, found = timed(theirs, model, prompts)
         seconds["theirs"].append(took)
     model.bridge.zero_grad(set_to_none=True)
     expected = summed(found, chosen["heads + MLPs"])
     gap = float((scores[: len(expected)] - expected).abs().max() / expected.abs().max())
-    memory = {side: peak(side, options.model, pairs, tokens) for side in (*kinds, "theirs")}
-    for kind in kinds:
-        ratios = [b / a for a, b in zip(seconds[kind], seconds["theirs"], strict=True)]
+    memory = {side: peak(side, options.model, pairs, tokens) for side in (*methods, "theirs")}
+    for side in methods:
+        ratios = [b / a for a, b in zip(seconds[side], seconds["theirs"], strict=True)]
         lines.append(
-            f"attribution patching, {kind}, {tokens} tokens, {pairs} pair{'s' * (pairs > 1)}   locus "
-            f"{statistics.median(seconds[kind]):6.2f} s   TransformerLens {statistics.median(seconds['theirs']):6.2f} s"
+            f"attribution patching, {side}, {tokens} tokens, {pairs} pair{'s' * (pairs > 1)}   locus "
+            f"{statistics.median(seconds[side]):6.2f} s   TransformerLens {statistics.median(seconds['theirs']):6.2f} s"
             f"   ratio {statistics.median(ratios):5.1f} ({min(ratios):.1f} to {max(ratios):.1f})   memory beyond the "
-            f"model {memory[kind].grown:.0f} of {memory['theirs'].grown:.0f} MB: "
-            f"{memory[kind].grown / memory['theirs'].grown:.2f}, with it {memory[kind].whole:.0f} of "
-            f"{memory['theirs'].whole:.0f} MB: {memory[kind].whole / memory['theirs'].whole:.2f}, largest relative "
+            f"model {memory[side].grown:.0f} of {memory['theirs'].grown:.0f} MB: "
+            f"{memory[side].grown / memory['theirs'].grown:.2f}, with it {memory[side].whole:.0f} of "
+            f"{memory['theirs'].whole:.0f} MB: {memory[side].whole / memory['theirs'].whole:.2f}, largest relative "
             f"difference {gap:.1e}"
         )
     return lines

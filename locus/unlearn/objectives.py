@@ -140,7 +140,6 @@ class Objective(Weighted, Protocol):
         reference: the same under the original model, computed once before the first step, without gradient.
         mask: True where there is an answer token; anything elsewhere must be ignored.
         """
-        ...
 
 
 @runtime_checkable
@@ -149,11 +148,9 @@ class Preference(Weighted, Protocol):
 
     def others(self, facts: Facts) -> list[str]:
         """Another answer to the prompt of each forget fact."""
-        ...
 
     def prefer(self, answers: Answers, others: Answers) -> Float[Tensor, " fact"]:
         """The forget term of each fact: lower = the other answer gains on the fact's own."""
-        ...
 
 
 @runtime_checkable
@@ -164,15 +161,12 @@ class Internal(Weighted, Protocol):
     @property
     def tokens(self) -> Literal["answer", "text"]:
         """The tokens at which states are compared: those of the answer, or all of prompt and answer."""
-        ...
 
     def sites(self, n_layers: int) -> tuple[str, ...]:
         """The hooks whose activations [fact pos d_model] are read, named `blocks.<layer>.…`."""
-        ...
 
     def forget_states(self, texts: Texts) -> Float[Tensor, " fact"]:
         """The forget term of each fact: lower is more forgotten."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
