@@ -1,6 +1,7 @@
 """A run folder: results that are whole or absent, and of one study's settings.
 
-Each result is one JSON file with the hash of the settings and a checksum, written to a temporary name and renamed.
+Each result is one JSON file with the hash of the settings and a checksum of its name and numbers, written to a temporary
+name and renamed.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ class Folder:
             result = content["result"]
             if content["settings"] != self.hash:
                 reason = "belongs to other settings"
-            elif content["checksum"] != _digest(result):
+            elif content["checksum"] != _digest([name, result]):
                 reason = "was changed after it was written"
             else:
                 return result
@@ -43,7 +44,7 @@ class Folder:
         return None
 
     def save(self, name: str, result: dict[str, Any]) -> None:
-        content = {"settings": self.hash, "checksum": _digest(result), "result": result}
+        content = {"settings": self.hash, "checksum": _digest([name, result]), "result": result}
         write(self.path / "runs" / name, lambda path: path.write_text(json.dumps(content), encoding="utf-8"))
 
     def note(self, record: dict[str, Any]) -> None:

@@ -162,15 +162,19 @@ def test_an_interrupted_study_goes_on_to_the_same_table(done, tmp_path, monkeypa
     monkeypatch.undo()
     files = sorted((out / "runs").glob("*.json"))
     assert len(files) == 8 and not (out / "table.parquet").exists()
-    # A file cut short, one of another study, one with a number changed by hand: each is named and computed again.
+    # A file cut short, one of another study, one with a number changed by hand, two in each other's place: each is
+    # named and computed again.
     files[0].write_text(files[0].read_text()[:50])
     files[1].write_text(json.dumps(json.loads(files[1].read_text()) | {"settings": "0"}))
     changed = json.loads(files[2].read_text())
     changed["result"]["rows"][0][2] = 0.123
     files[2].write_text(json.dumps(changed))
+    third, fourth = files[3].read_bytes(), files[4].read_bytes()
+    files[3].write_bytes(fourth)
+    files[4].write_bytes(third)
     pd.testing.assert_frame_equal(run(out), expected)
     said = capsys.readouterr().err
-    for file, reason in zip(files, ("damaged", "other settings", "changed"), strict=False):
+    for file, reason in zip(files, ("damaged", "other settings", "changed", "changed", "changed"), strict=False):
         assert any(file.name in line and reason in line for line in said.splitlines())
 
 
