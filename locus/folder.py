@@ -1,7 +1,7 @@
 """A run folder: results that are whole or absent, and of one study's settings.
 
-Each result is one JSON file with the hash of the settings and a checksum of its name and numbers, written to a temporary
-name and renamed.
+Each result is one JSON file with the hash of the settings and a checksum of its name and numbers, written to a
+temporary name and renamed.
 """
 
 import hashlib
