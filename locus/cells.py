@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformer_lens.utilities as tl_utilities
 from jaxtyping import Bool, Float, Int
@@ -55,12 +56,17 @@ class Cells:
         recorded, logits = hooks.record(self.model, self.tokens, self.attention_mask, sites, keys=self.model.packed)
         clean = _source(recorded, clean_cache, names, self.attention_mask, seed)
         if known:
-            _check_length(clean[names[0]], self.tokens, self.activation_name)
+            _check_shape(clean[names[0]], self.tokens, self.activation_name)
         with torch.no_grad():
-            base = evaluate(logits)
+            base = evaluate(logits.clone())  # it may write to them
         values = torch.zeros(len(base), len(self.cells), *base.shape[1:], dtype=base.dtype, device=base.device)
-        key = (logits, base, *(clean[name] for name in names if resume), self.cells, self.activation_name)
-        kept = Partial(resume, values, (*key, self.window, self.max_tokens, str(seed)))
+        key: tuple[Any, ...] = ()
+        if resume:
+            # Two metrics may agree on this run, such as those that are 0 there, and be alike in all that can be seen.
+            probe = evaluate(torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits))
+            key = logits, self.attention_mask, base, probe, evaluate, setter, [clean[name] for name in names]
+            key += self.cells, self.activation_name, self.window, self.max_tokens, seed
+        kept = Partial(resume, values, key)
         self._sweep(recorded, clean, setter, evaluate, logits, kept, progress)
         kept.save()
         return kept.values, base
@@ -131,12 +137,27 @@ def _source(recorded: hooks.Trace, clean_cache: Any, names: list[str], attention
 def masks(
     positions: Sequence[Sequence[int]] | Bool[Tensor, "set batch pos"], tokens: Int[Tensor, "batch pos"]
 ) -> Bool[Tensor, "set batch pos"]:
+    if len(positions) == 0:
+        raise ValueError("positions is empty; give at least one set of positions, or leave it out")
     if isinstance(positions, Tensor):
+        if positions.dtype != torch.bool or positions.shape[1:] != tokens.shape:
+            raise ValueError(
+                f"positions as masks are bool [set, batch, pos] = [set, {', '.join(map(str, tokens.shape))}], got "
+                f"{str(positions.dtype).removeprefix('torch.')} {list(positions.shape)}"
+            )
         return positions.to(tokens.device)
     masks = torch.zeros(len(positions), *tokens.shape, dtype=torch.bool, device=tokens.device)
     for mask, chosen in zip(masks, positions, strict=True):
+        check_range("positions", chosen, -tokens.shape[1], tokens.shape[1])
         mask[:, list(chosen)] = True
     return masks
+
+
+def check_range(name: str, values: Sequence[int], low: int, high: int) -> None:
+    """Raises: ValueError: a value is no whole number from `low` to below `high`."""
+    for value in values:
+        if not isinstance(value, int | np.integer) or not low <= value < high:
+            raise ValueError(f"{name} are whole numbers from {low} to {high - 1} here, got {value!r}")
 
 
 def at_once(setter: Setter, sets: Bool[Tensor, "set batch pos"], axis: int) -> Setter:
@@ -151,10 +172,12 @@ def at_once(setter: Setter, sets: Bool[Tensor, "set batch pos"], axis: int) -> S
     return set_all
 
 
-def _check_length(clean: Tensor, tokens: Tensor, activation_name: str) -> None:
+def _check_shape(clean: Tensor, tokens: Tensor, activation_name: str) -> None:
     found = clean.shape[2 if activation_name in ("pattern", "attn_scores") else 1]
     if found != tokens.shape[1]:
         raise ValueError(
             f"the clean cache is of {found} positions and the corrupted tokens have {tokens.shape[1]}; "
             "patching needs prompts of the same length, token by token"
         )
+    if len(clean) not in (1, len(tokens)):  # one clean prompt serves all, as in TransformerLens
+        raise ValueError(f"the clean cache is of {len(clean)} prompts and there are {len(tokens)} corrupted ones")

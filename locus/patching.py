@@ -20,15 +20,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 import transformer_lens.patching as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformer_lens.patching import PatchingResult
+from transformer_lens.patching import (
+    PatchingResult,
+    layer_head_dest_src_pos_pattern_patch_setter,
+    layer_head_pattern_patch_setter,
+    layer_head_pos_pattern_patch_setter,
+    layer_head_vector_patch_setter,
+    layer_pos_head_vector_patch_setter,
+    layer_pos_patch_setter,
+    make_df_from_ranges,
+)
 
 from locus import hooks
-from locus.cells import Cells, Setter, at_once, masks
+from locus.cells import Cells, Setter, at_once, check_range, masks
 from locus.checked import continues, packs
 from locus.progress import tqdm
 from locus.sweeps import MAX_TOKENS
@@ -70,18 +80,21 @@ def generic_activation_patch(
             each prompt's positions.
         seed: of the permutation of prompts, for "resample".
         max_tokens: tokens in one forward pass at the most.
-        resume: a file that keeps what is done; the same call goes on from it, to the same numbers bit for bit.
+        resume: a file that keeps what is done; the same call goes on from it, to the same numbers bit for bit. It may
+            keep several sweeps: one with another model, prompts, cells, setter, metric or setting is added to it.
         progress: show a bar, and time and memory before a sweep that takes long.
 
     Returns:
         The metric for each cell: a tensor over the axes, flat when `index_df` is given; or a `PatchingResult`.
 
     Raises:
-        ValueError: a metric has the wrong shape, `reduce` is unknown, or clean and corrupted run differ in length.
+        ValueError: a metric has the wrong shape, an argument is not of these, cells or positions are out of range,
+            clean and corrupted run differ in length, or `resume` is another kind of file.
     """
     model = _hooked(model)
     if model.bridge.original_model.training:
         raise ValueError(f"{model.name} is in training mode, in which a pass is random; call model.eval() first")
+    _check_inputs(corrupted_tokens, clean_cache, attention_mask)
     corrupted_tokens = corrupted_tokens.to(model.bridge.cfg.device)
     has_metric_axis = isinstance(patching_metric, Mapping)
     metrics = dict(patching_metric) if isinstance(patching_metric, Mapping) else {"metric": patching_metric}
@@ -89,15 +102,20 @@ def generic_activation_patch(
     _check(metrics, reduce, want_result and return_index_df, (index_df is None) == (index_axis_names is None), window)
     shape: list[int] = []
     sets = None if positions is None else masks(positions, corrupted_tokens)
+    axes = _axes(model, activation_name, corrupted_tokens.shape[1] if sets is None else len(sets))
     if index_df is None:
-        n_pos = corrupted_tokens.shape[1] if sets is None else len(sets)
-        shape = [_axis(model, name, activation_name, n_pos) for name in index_axis_names or ()]
-        index_df = tl.make_df_from_ranges(shape, list(index_axis_names or ()))
+        if unknown := set(index_axis_names or ()) - set(axes):
+            raise ValueError(f"unknown axes {', '.join(sorted(unknown))}; the axes are {', '.join(axes)}")
+        shape = [axes[name] for name in index_axis_names or ()]
+        index_df = make_df_from_ranges(shape, list(index_axis_names or ()))
+    _check_cells(index_df, axes)
     cells = index_df.to_numpy().tolist()
     job = Cells(model, corrupted_tokens, attention_mask, activation_name, cells, window, max_tokens)
     setter = patch_setter if sets is None else at_once(patch_setter, sets, _pos_axis(index_df))
     evaluate = partial(_evaluate, metrics, reduce, len(corrupted_tokens))
-    known = patch_setter.__module__ == tl.__name__  # one of the user's own may take a cache of any shape
+    known = (
+        getattr(patch_setter, "__module__", None) == tl.__name__
+    )  # one of the user's own may take a cache of any shape
     values, base = job.run(clean_cache, setter, evaluate, seed, known, resume, progress)
     if reduce == "mean":
         values, base = values.mean(dim=-1), base.mean(dim=-1)
@@ -119,7 +137,7 @@ def generic_activation_patch(
 
 get_act_patch_resid_pre = partial(
     generic_activation_patch,
-    patch_setter=tl.layer_pos_patch_setter,
+    patch_setter=layer_pos_patch_setter,
     activation_name="resid_pre",
     index_axis_names=("layer", "pos"),
 )
@@ -128,7 +146,7 @@ get_act_patch_attn_out = partial(get_act_patch_resid_pre, activation_name="attn_
 get_act_patch_mlp_out = partial(get_act_patch_resid_pre, activation_name="mlp_out")
 get_act_patch_attn_head_out_by_pos = partial(
     generic_activation_patch,
-    patch_setter=tl.layer_pos_head_vector_patch_setter,
+    patch_setter=layer_pos_head_vector_patch_setter,
     activation_name="z",
     index_axis_names=("layer", "pos", "head"),
 )
@@ -137,19 +155,19 @@ get_act_patch_attn_head_k_by_pos = partial(get_act_patch_attn_head_out_by_pos, a
 get_act_patch_attn_head_v_by_pos = partial(get_act_patch_attn_head_out_by_pos, activation_name="v")
 get_act_patch_attn_head_pattern_by_pos = partial(
     generic_activation_patch,
-    patch_setter=tl.layer_head_pos_pattern_patch_setter,
+    patch_setter=layer_head_pos_pattern_patch_setter,
     activation_name="pattern",
     index_axis_names=("layer", "head_index", "dest_pos"),
 )
 get_act_patch_attn_head_pattern_dest_src_pos = partial(
     generic_activation_patch,
-    patch_setter=tl.layer_head_dest_src_pos_pattern_patch_setter,
+    patch_setter=layer_head_dest_src_pos_pattern_patch_setter,
     activation_name="pattern",
     index_axis_names=("layer", "head_index", "dest_pos", "src_pos"),
 )
 get_act_patch_attn_head_out_all_pos = partial(
     generic_activation_patch,
-    patch_setter=tl.layer_head_vector_patch_setter,
+    patch_setter=layer_head_vector_patch_setter,
     activation_name="z",
     index_axis_names=("layer", "head"),
 )
@@ -158,7 +176,7 @@ get_act_patch_attn_head_k_all_pos = partial(get_act_patch_attn_head_out_all_pos,
 get_act_patch_attn_head_v_all_pos = partial(get_act_patch_attn_head_out_all_pos, activation_name="v")
 get_act_patch_attn_head_pattern_all_pos = partial(
     generic_activation_patch,
-    patch_setter=tl.layer_head_pattern_patch_setter,
+    patch_setter=layer_head_pattern_patch_setter,
     activation_name="pattern",
     index_axis_names=("layer", "head_index"),
 )
@@ -166,13 +184,13 @@ get_act_patch_attn_head_pattern_all_pos = partial(
 
 get_act_patch_mlp_neuron_by_pos = partial(
     generic_activation_patch,
-    patch_setter=tl.layer_pos_head_vector_patch_setter,
+    patch_setter=layer_pos_head_vector_patch_setter,
     activation_name="post",
     index_axis_names=("layer", "pos", "neuron"),
 )
 get_act_patch_mlp_neuron_all_pos = partial(
     generic_activation_patch,
-    patch_setter=tl.layer_head_vector_patch_setter,
+    patch_setter=layer_head_vector_patch_setter,
     activation_name="post",
     index_axis_names=("layer", "neuron"),
 )
@@ -255,10 +273,10 @@ def get_act_patch_direct_path(
         patched.update(found)
     results = torch.zeros(n_layers, n_heads, dtype=recorded.inputs[0].dtype, device=delta.device)
     if patched:
-        frame = tl.make_df_from_ranges([n_layers - src_layer - 1, n_heads], ["layer", "head"])
+        frame = make_df_from_ranges([n_layers - src_layer - 1, n_heads], ["layer", "head"])
         frame["layer"] += src_layer + 1
         options = {"progress": verbose, **kwargs}
-        setter = tl.layer_head_vector_patch_setter
+        setter = layer_head_vector_patch_setter
         flat: Any = generic_activation_patch(
             hooked, corrupted_tokens, patched, patching_metric, setter, component, index_df=frame, **options
         )
@@ -293,7 +311,12 @@ def _evaluate(metrics: Mapping[str, Metric], reduce: str, batch: int, logits: Te
     """All metrics of one set of logits, [metric] or [metric, batch]."""
     values = []
     for name, metric in metrics.items():
-        value = torch.as_tensor(metric(logits))
+        value = metric(logits)
+        if not isinstance(value, Tensor | np.ndarray | np.generic | bool | int | float):
+            raise ValueError(f"metric {name!r} returned {type(value).__name__}; it must return a tensor or a number")
+        value = torch.as_tensor(value)
+        if not value.is_floating_point():
+            value = value.to(torch.get_default_dtype())  # as TransformerLens does
         expected = () if reduce == "scalar" else (batch,)
         if value.shape != expected:
             raise ValueError(
@@ -313,8 +336,28 @@ def _check(metrics: Mapping[str, Metric], reduce: str, frame_too: bool, axes: bo
         raise ValueError("return_index_df goes with a tensor; a PatchingResult carries its index_df")
     if axes:
         raise ValueError("give either index_axis_names or index_df")
-    if window < 1:
-        raise ValueError(f"window is a number of layers, at least 1, got {window}")
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"window is a number of layers, at least 1, got {window!r}")
+
+
+def _check_inputs(tokens: Tensor, clean: Any, attention_mask: Tensor | None) -> None:
+    if tokens.ndim != 2 or not tokens.numel():
+        raise ValueError(f"corrupted_tokens are [batch, pos], at least one token, got {list(tokens.shape)}")
+    for name, given in (("the clean tokens", clean), ("attention_mask", attention_mask)):
+        if isinstance(given, Tensor) and given.shape != tokens.shape:
+            raise ValueError(f"{name} must be as the corrupted tokens, {list(tokens.shape)}, got {list(given.shape)}")
+    if attention_mask is not None and not attention_mask.any(1).all():
+        raise ValueError("attention_mask hides every token of a prompt; True (or 1) is a token, False (or 0) padding")
+
+
+def _check_cells(index_df: pd.DataFrame, axes: Mapping[str, int]) -> None:
+    if not len(index_df) or index_df.columns[0] != "layer":
+        columns = ", ".join(map(str, index_df.columns))
+        raise ValueError(
+            f"index_df needs at least one row, and `layer` as the first column; got {len(index_df)} rows, {columns}"
+        )
+    for name in index_df.columns.intersection(list(axes)):
+        check_range(f"{name} of index_df", index_df[name].tolist(), 0 if name == "layer" else -axes[name], axes[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,12 +394,13 @@ def _pos_axis(index_df: pd.DataFrame) -> int:
     return names.index("pos")
 
 
-def _axis(model: Any, name: str, activation: str, positions: int) -> int:
-    """Length of an axis of a sweep, by TransformerLens' name for it; `neuron` is ours."""
+def _axes(model: Any, activation: str, positions: int) -> dict[str, int]:
+    """Lengths of the axes of a sweep, by TransformerLens' names for them; `neuron` is ours."""
     cfg = model.bridge.cfg
     heads = (activation in ("k", "v") and getattr(cfg, "n_key_value_heads", None)) or cfg.n_heads
     lengths = {"layer": cfg.n_layers, "neuron": cfg.d_mlp}
-    lengths |= dict.fromkeys(("pos", "src_pos", "dest_pos"), positions) | dict.fromkeys(("head", "head_index"), heads)
-    if name not in lengths:
-        raise ValueError(f"unknown axis {name!r}; the axes are {', '.join(lengths)}")
-    return lengths[name]
+    return (
+        lengths
+        | dict.fromkeys(("pos", "src_pos", "dest_pos"), positions)
+        | dict.fromkeys(("head", "head_index"), heads)
+    )

@@ -6,18 +6,21 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+PAST_TORCH = {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage"}
 
 
 def positions_read(
     evaluate: Callable[[Tensor], Tensor], logits: Float[Tensor, "batch pos d_vocab"]
 ) -> Int[Tensor, " read"]:
-    """The positions that a function of logits reads in any row, as far as can be told; else all of them."""
-    logits = logits.contiguous()
-    with torch.no_grad(), _Reads(logits) as reads:
+    """The positions that a function of logits reads in any row, or can read where others are; else all of them."""
+    logits = logits.clone()  # which it may write to
+    with torch.no_grad(), _Reads(logits) as reads, _PastTorch(reads):
         evaluate(logits)
-    # Nothing seen means that it was read past torch (as a numpy array), so nothing is known.
+    # Nothing seen means that nothing is known.
     read = reads.found or set(range(logits.shape[1]))
     return torch.tensor(sorted(read), device=logits.device)
 
@@ -54,24 +57,56 @@ def gather(
 class _Reads(TorchDispatchMode):
     """Watches what is computed from some logits. Views are free, indexing reads what it takes, all else the whole view.
 
+    Once a number computed from them has left torch, it may choose what is read next, on each run another position.
+
     Trying it with NaN at the other positions would not do: the arg-max of NaN is a token like any other.
     """
 
     def __init__(self, logits: Float[Tensor, "batch pos d_vocab"]) -> None:
         super().__init__()
-        self.storage = logits.untyped_storage().data_ptr()
-        self.offset = logits.storage_offset()
         positions = torch.arange(logits.shape[1], dtype=torch.int16, device=logits.device)
         self.position = positions[:, None].expand(logits.shape).contiguous()
+        self.storage = _storage(logits)
+        self.derived = {self.storage: logits}  # kept, so that no storage is taken for another one
+        self.left = False
         self.found: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [t.untyped_storage().data_ptr() for t in tree_leaves(result) if isinstance(t, Tensor)]
-        for t in tree_leaves((args, kwargs)):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() == self.storage and self.storage not in made:
-                place = self.position.as_strided(t.shape, t.stride(), t.storage_offset() - self.offset)
-                if func is torch.ops.aten.index.Tensor and t is args[0]:
-                    place = func(place, *args[1:])
-                self.found |= set(place.unique().tolist())
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and _storage(t) in self.derived]
+        made = {_storage(t): t for t in tree_leaves(result) if isinstance(t, Tensor)}
+        if given:
+            self.derived |= made
+        if func._schema.is_mutable or self.storage not in made:
+            by = args[1] if func is torch.ops.aten.index.Tensor else []
+            # What is chosen by the data may be another position on another run.
+            fixed = by and not any(t is chosen for t in given for chosen in by)
+            for t in given:
+                self.read(t, (lambda place: func(place, *args[1:])) if fixed and t is args[0] else None)
+        self.left |= func is torch.ops.aten._local_scalar_dense.default and bool(given)
         return result
+
+    def read(self, t: Tensor, part: Callable[[Tensor], Tensor] | None = None) -> None:
+        if _storage(t) != self.storage:
+            return
+        place = self.position.as_strided(t.shape, t.stride(), t.storage_offset())
+        place = self.position if self.left else place if part is None else part(place)
+        self.found |= set(place.unique().tolist())
+
+
+class _PastTorch(TorchFunctionMode):
+    """Sees what leaves torch as a whole, which no dispatch shows."""
+
+    def __init__(self, reads: _Reads) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in PAST_TORCH and _storage(args[0]) in self.reads.derived:
+            self.reads.read(args[0])
+            self.reads.left = True
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()

@@ -1,7 +1,15 @@
+from functools import partial
+from types import SimpleNamespace
+
+import jaxtyping
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformer_lens.patching as tl
 from helpers import ARCHITECTURES, contrast_pairs, tokenizer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from locus import hooks, patching
 from locus.checked import packs
@@ -81,8 +89,8 @@ def test_equals_transformer_lens_in_float32(name):
 
 
 def test_every_name_of_transformer_lens_is_here():
-    names = {name for name in vars(tl) if name.startswith("get_act_patch_")}
-    assert len(names) >= 20 and names <= set(vars(patching))
+    names = {name for name in vars(tl) if name.startswith("get_act_patch_") or name.endswith("_patch_setter")}
+    assert len(names) >= 26 and names <= set(vars(patching))
 
 
 class Padded:
@@ -222,8 +230,6 @@ def test_nothing_and_everything(any_model):
 
 
 def test_options_of_transformer_lens(llama):
-    import pandas as pd
-
     clean, corrupted = pair()
     with torch.no_grad():
         _, cache = llama.bridge.run_with_cache(clean)
@@ -284,24 +290,106 @@ def test_a_metric_that_is_blind_to_nan_is_read_where_it_reads(llama):
 
 def test_only_the_last_position_is_unembedded_where_only_that_is_read():
     logits = torch.randn(2, 5, 7)
-    answer = torch.tensor([1, 2])
+    answer, token = torch.tensor([1, 2]), torch.tensor(3)
     last = [
         lambda x: (x[:, -1, 5] - x[:, -1, 6]).mean(),
+        lambda x: (x[0, -1, 5] - x[0, -1, 6]).item(),
         lambda x: x[:, -1].log_softmax(-1).gather(-1, answer[:, None]).sum(),
         lambda x: torch.unbind(x, 1)[-1].argmax(-1).sum(),
+        lambda x: x[0, -1, token],
+        lambda x: x[0, -1].tolist()[3],
+        lambda x: x[:, -1].sub_(1)[0, 3],
     ]
     every = [
         lambda x: x.log_softmax(-1)[:, -1].sum(),
         lambda x: x.roll(1, 0)[:, -2:].argmax(-1).sum(),
-        lambda x: torch.as_tensor(x.numpy().mean()),
+        lambda x: x.numpy().mean(),
+        lambda x: x[0, -1, 3] + float(x.numpy()[0, 2, 1]),
+        lambda x: x[0, -1, 3] + float(np.asarray(x)[0, 2, 1]),
+        lambda x: x[0, -1, 3] + float(torch.utils.dlpack.from_dlpack(x)[0, 2, 1]),
+        lambda x: x.sub_(x.mean(-1, keepdim=True))[0, -1, 3],
+        # Another position on another run: it depends on what is read.
+        lambda x: x[0, int(x[0, -1].argmax()) % 5, 2],
+        lambda x: x[0, x[0, -1].argmax() % 5, 2],
+        lambda x: x[0, -1, 3] if x[0, -1, 3] > x[0, -1, 4] else x[0, 2, 3],
+        lambda x: x[0, x[0, -1].tolist().index(max(x[0, -1].tolist())) % 5, 2],
     ]
     some = [
         lambda x: (x[:, -2:].argmax(-1) == 3).sum(),
         lambda x: x[torch.arange(2), torch.tensor([3, 4]), answer].sum(),
+        lambda x: torch.as_tensor(x[0, 3:].tolist()).sum(),
     ]
-    assert all(positions_read(metric, logits).tolist() == [4] for metric in last)
-    assert all(len(positions_read(metric, logits)) == 5 for metric in every)
-    assert all(positions_read(metric, logits).tolist() == [3, 4] for metric in some)
+
+    def read(metric):
+        before = logits.clone()
+        found = positions_read(lambda x: torch.stack([torch.as_tensor(metric(x))]), logits).tolist()
+        assert torch.equal(logits, before)
+        return found
+
+    assert [read(metric) for metric in last] == [[4]] * len(last)
+    assert [len(read(metric)) for metric in every] == [5] * len(every)
+    assert [read(metric) for metric in some] == [[3, 4]] * len(some)
+
+
+def test_metrics_that_write_leave_torch_or_choose_by_the_data_equal_transformer_lens(llama):
+    clean, corrupted = pair()
+    metrics = {
+        "in place": lambda x: x.sub_(x.mean(-1, keepdim=True))[:, -1, 5].sum(),
+        "mixed": lambda x: x[0, -1, 5] + float(x.numpy()[1, 2, 6]),
+        "by data": lambda x: x[0, int(x[0, -1].argmax()) % 5, 5],
+        "whole numbers": lambda x: (x[:, -2:].argmax(-1) % 7).sum(),
+    }
+    with torch.no_grad():
+        _, cache = llama.bridge.run_with_cache(clean)
+        for name, metric in metrics.items():
+            theirs = tl.get_act_patch_resid_pre(llama.bridge, corrupted, cache, metric)
+            ours = patching.get_act_patch_resid_pre(llama, corrupted, cache, metric, progress=False)
+            assert (ours - theirs).abs().max() < 1e-5, name
+    right = lambda x: x[:, -1].argmax(-1) == 5  # noqa: E731
+    found = patching.get_act_patch_resid_pre(llama, corrupted, cache, right, reduce="mean", progress=False)
+    assert found.is_floating_point() and found.shape == (3, 5)
+
+
+def test_bad_requests_say_what_is_expected(llama, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is outside the tests
+    clean, corrupted = pair()
+    setter = tl.layer_pos_patch_setter
+
+    def sweep(tokens=corrupted, source=clean, metric=last_difference, frame=None, **options):
+        axes = ("layer", "pos") if frame is None else None
+        frame = frame if frame is None else pd.DataFrame(frame)
+        return patching.generic_activation_patch(
+            llama, tokens, source, metric, setter, "resid_pre", axes, frame, **options, progress=False
+        )
+
+    with torch.no_grad():
+        _, cache = llama.bridge.run_with_cache(torch.cat([clean, clean[:1]]))
+    requests = [
+        (
+            {"attention_mask": torch.ones(2, 4, dtype=torch.bool)},
+            r"attention_mask must be as .* \[2, 5\], got \[2, 4\]",
+        ),
+        ({"attention_mask": torch.zeros(2, 5, dtype=torch.bool)}, "hides every token"),
+        ({"source": clean[:1]}, r"clean tokens must be as .* \[2, 5\], got \[1, 5\]"),
+        ({"source": cache}, "clean cache is of 3 prompts and there are 2"),
+        ({"tokens": corrupted[0]}, r"are \[batch, pos\].* got \[5\]"),
+        ({"tokens": corrupted[:, :0]}, r"at least one token, got \[2, 0\]"),
+        ({"positions": []}, "positions is empty"),
+        ({"positions": [[9]]}, "positions are whole numbers from -5 to 4 here, got 9"),
+        ({"positions": [[0.5]]}, "got 0.5"),
+        ({"positions": torch.ones(1, 2, 4, dtype=torch.bool)}, r"\[set, 2, 5\], got bool \[1, 2, 4\]"),
+        ({"positions": torch.ones(1, 2, 5)}, "got float32"),
+        ({"frame": {"layer": [], "pos": []}}, "at least one row"),
+        ({"frame": {"pos": [0], "layer": [0]}}, "`layer` as the first column; got 1 rows, pos, layer"),
+        ({"frame": {"layer": [99], "pos": [0]}}, "layer of index_df are whole numbers from 0 to 2 here, got 99"),
+        ({"frame": {"layer": [-1], "pos": [0]}}, "got -1"),
+        ({"frame": {"layer": [0], "pos": [5]}}, "pos of index_df .* got 5"),
+        ({"metric": lambda x: None}, "returned NoneType"),
+        ({"window": 1.5}, "window is a number of layers, at least 1, got 1.5"),
+    ]
+    for options, message in requests:
+        with pytest.raises(ValueError, match=message):
+            sweep(**options)
 
 
 def test_bad_requests(llama):
@@ -482,33 +570,104 @@ def test_an_interrupted_sweep_goes_on_to_the_same_numbers(tmp_path, monkeypatch)
     model = wrap(ARCHITECTURES["llama"]().float(), tokenizer(), "llama")
     clean, corrupted = pair()
     monkeypatch.setattr("locus.resume.SECONDS", 0.0)
-    calls = []
+    state = SimpleNamespace(calls=0, stop=None)
 
     def metric(logits):
-        calls.append(1)
-        if len(calls) == stop:
+        state.calls += 1
+        if state.calls == state.stop:
             raise KeyboardInterrupt
         return last_difference(logits)
 
     def sweep(path, tokens=clean):
+        state.calls = 0
         return patching.get_act_patch_resid_pre(
             model, corrupted, tokens, metric, resume=path, max_tokens=20, progress=False
         )
 
-    stop = None
+    path = tmp_path / "sweep.safetensors"
     whole = sweep(None)
-    every = len(calls)
-    calls.clear()
-    stop = every - 3
+    every = state.calls
+    state.stop = every - 3
     with pytest.raises(KeyboardInterrupt):
-        sweep(tmp_path / "sweep.safetensors")
-    calls.clear()
-    stop = None
-    assert torch.equal(sweep(tmp_path / "sweep.safetensors"), whole)
-    assert len(calls) < every / 2
-    with pytest.raises(ValueError, match="of another sweep"):
-        sweep(tmp_path / "sweep.safetensors", clean + 1)
-    assert [f.name for f in tmp_path.iterdir()] == ["sweep.safetensors"]
+        sweep(path)
+    state.stop = None
+    assert torch.equal(sweep(path), whole) and state.calls < every - 4
+    other = sweep(path, clean + 1)  # beside the first one, in the same file
+    assert torch.equal(other, sweep(None, clean + 1)) and not torch.equal(other, whole)
+    assert torch.equal(sweep(path), whole) and state.calls < every - 4
+    assert [f.name for f in tmp_path.iterdir()] == [path.name]
+
+
+def set_to(value):
+    def setter(activation, index, clean):
+        activation[:, index[1]] = value
+        return activation
+
+    return setter
+
+
+def scaled(by, power=1):
+    return lambda logits: by * (logits[:, -1, 5] - logits[:, -1, 6]).mean() ** power
+
+
+def accuracy(answer):
+    return lambda logits: (logits[:, -1].argmax(-1) == answer).double().mean()
+
+
+def test_a_kept_sweep_is_taken_for_no_other_one(llama, tmp_path):
+    """Whatever tells two sweeps apart: sets of positions, the setter, a metric that agrees on the corrupted run."""
+    clean, corrupted = pair()
+    with torch.no_grad():
+        zero = last_difference(llama.logits(corrupted))
+
+    def sweep(path, metric=last_difference, setter=tl.layer_pos_patch_setter, positions=None, **options):
+        return patching.generic_activation_patch(
+            *(llama, corrupted, clean, metric, setter, "resid_pre", ("layer", "pos")),
+            **{"positions": positions, "resume": path, "progress": False, **options},
+        )
+
+    sweeps = [
+        {},
+        {"positions": [[0], [1]]},
+        {"positions": [[2], [3]]},
+        {"setter": set_to(0.0)},
+        {"setter": set_to(1.0)},
+        {"metric": lambda logits: last_difference(logits) - zero},
+        {"metric": lambda logits: 2 * (last_difference(logits) - zero)},
+        {"metric": scaled(1.0)},
+        {"metric": partial(scaled(2.0))},
+        {"metric": accuracy(5)},
+        {"metric": accuracy(int(llama.logits(clean)[0, -1].argmax()))},
+        {"metric": {"a": last_difference, "b": scaled(1.0, 2)}},
+        {"window": 2},
+        {"attention_mask": torch.tensor([[True] * 5, [False] + [True] * 4])},
+    ]
+    path = tmp_path / "kept"
+    for options in sweeps:
+        results = [sweep(None, **options), sweep(path, **options)]
+        expected, found = (x if isinstance(x, torch.Tensor) else x.values for x in results)
+        assert torch.equal(found, expected), options
+    with safe_open(path, framework="pt") as file:
+        assert len(file.keys()) == 2 * len(sweeps)
+    for every in (patching.get_act_patch_block_every, patching.get_act_patch_attn_head_all_pos_every):
+        expected = every(llama, corrupted, clean, last_difference, progress=False)
+        for _ in range(2):
+            found = every(llama, corrupted, clean, last_difference, progress=False, resume=path)
+            assert torch.equal(found, expected)
+
+
+def test_only_files_of_sweeps_are_written_to(llama, tmp_path):
+    clean, corrupted = pair()
+    (tmp_path / "empty").touch()
+    (tmp_path / "garbage").write_bytes(b"garbage" * 9)
+    (tmp_path / "folder").mkdir()
+    save_file({"weight": torch.ones(2)}, tmp_path / "weights")
+    for name in ("empty", "garbage", "folder", "weights"):
+        with pytest.raises(ValueError, match=f"{name} is no file of an interrupted sweep"):
+            patching.get_act_patch_resid_pre(
+                llama, corrupted, clean, last_difference, resume=tmp_path / name, progress=False
+            )
+    assert load_file(tmp_path / "weights").keys() == {"weight"}
 
 
 def test_a_long_sweep_says_beforehand_what_it_takes(llama, monkeypatch, capsys):
