@@ -36,13 +36,15 @@ class _Lines(std.tqdm):
 
 
 class Progress:
-    """Counts runs. `total` may change on the way; results that are already there take no time and count as none."""
+    """Counts work, in runs. `total` may change on the way; what is there already takes no time and counts as none."""
 
     def __init__(self, total: int, *, enabled: bool = True, seconds: float = SECONDS) -> None:
         self._lively = enabled and lively()
         self._plain = enabled and not self._lively
-        self._bar = auto.tqdm(total=total, unit="run", disable=not self._lively, dynamic_ncols=True)
-        self._total, self._done, self._stage = total, 0, ""
+        form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+        self._bar = auto.tqdm(total=total, bar_format=form, disable=not self._lively, dynamic_ncols=True)
+        self._total: float = total
+        self._done, self._stage = 0.0, ""
         self._seconds, self._start, self._last = seconds, time.monotonic(), time.monotonic()
 
     def stage(self, name: str) -> None:
@@ -50,20 +52,22 @@ class Progress:
         self._bar.set_description(name)
         self.say(name) if self._plain else None
 
-    def extend(self, n: int) -> None:
-        """n more runs are to be done (fewer, if n is negative)."""
-        self._total = self._bar.total = self._total + n
+    def extend(self, work: int | float) -> None:
+        """More is to be done (or less, if negative)."""
+        self._total = self._bar.total = self._total + work
         self._bar.refresh()
 
-    def done(self, what: str) -> None:
-        self._done += 1
+    def done(self, what: str, work: int | float = 1) -> None:
+        """Some of it is done. work: as that of so many runs."""
+        self._done += work
         self._bar.set_postfix_str(what, refresh=False)
-        self._bar.update()
+        self._bar.update(work)
         now = time.monotonic()
         if self._plain and now - self._last >= self._seconds:
             self._last = now
             left = (now - self._start) / self._done * (self._total - self._done)
-            self.say(f"{self._stage}: {self._done} of {self._total} runs, {what}; about {_duration(left)} left")
+            share = self._done / self._total if self._total else 1.0
+            self.say(f"{self._stage}: {share:.0%}, {what}; about {_duration(left)} left")
 
     def say(self, text: str) -> None:
         """A line that does not break the bar."""

@@ -154,14 +154,14 @@ class _Study:
         tuning = sum(len(grid) * len(self._tuned_on(kind)) for kind, grid in plan.rates)
         looks = plan.looks.at if plan.looks else (len(plan.seeds),)
         self.bar.extend(len(self.objectives) * tuning + len(scanned) * (len(layers) + 1))
-        self.bar.extend(self._runs_a_seed() * looks[0])
+        self.bar.extend(self._work_a_seed() * looks[0])
         planted = self._plant((plan.tuning_seed, *plan.seeds[: looks[0]]))
         self.bar.stage("tuning learning rates")
         rates = {objective: self._tune(objective) for objective in self.objectives}
         results = [(run, result) for run, result in planted if run.seed != plan.tuning_seed]
         for before, n in zip((0, *looks), looks, strict=False):
             seeds = plan.seeds[before:n]
-            self.bar.extend(self._runs_a_seed() * len(seeds) if before else 0)
+            self.bar.extend(self._work_a_seed() * len(seeds) if before else 0)
             results += self._plant(seeds) if before else []
             results += [result for seed in seeds for result in self._compare(seed, rates)]
             tables = [_table(self.model.name, self.facts.name, plan, results)]
@@ -180,15 +180,22 @@ class _Study:
         self.folder.note(self.record)
         return table
 
-    def _runs_a_seed(self) -> int:
-        """Runs and attacks of one seed, its planting apart."""
-        runs_of_seed = len(self.states) + len(self.objectives) * len(self.arms)
-        if self.plan.planting is None:
-            return runs_of_seed
-        attacked = [draw for _, arm, draw in self.arms if arm in self.plan.planting.attacked and draw == 0]
-        objectives = self.objectives[: self.plan.planting.attacked_objectives]
-        attacks = 2 + 2 * len(objectives) * len(attacked) if self.plan.planting.attacks else 0
-        return runs_of_seed + attacks
+    def _work_a_seed(self) -> float:
+        """That of the runs and attacks of one seed, its planting apart, in runs."""
+        work = float(len(self.states) + len(self.objectives) * len(self.arms))
+        if self.plan.planting and self.plan.planting.attacks:
+            attacked = [draw for _, arm, draw in self.arms if arm in self.plan.planting.attacked and draw == 0]
+            objectives = self.objectives[: self.plan.planting.attacked_objectives]
+            work += self._work_of("attack") * (2 + 2 * len(objectives) * len(attacked))
+        return work
+
+    def _work_of(self, stage: str) -> float:
+        """About how much longer than a run one result of a stage takes: by its steps, or as planting did on tiny."""
+        if stage == "attack" and self.plan.planting:
+            # An attacked run is made again up to the point where it is attacked.
+            steps = sum(getattr(attack, "steps", 0) for attack in self.plan.planting.attacks)
+            return 0.5 + steps / self.plan.steps
+        return 4.0 if stage == "plant" else 1.0
 
     def _keep(self, name: str, table: pd.DataFrame) -> None:
         write(self.folder.path / f"{name}.parquet", lambda path: table.to_parquet(path, index=False))
@@ -201,7 +208,7 @@ class _Study:
         if not self.plan.planting:
             return []
         self.bar.stage("planting")
-        self.bar.extend(len(seeds))
+        self.bar.extend(self._work_of("plant") * len(seeds))
         todo = [Run("plant", seed, "", "pretrained") for seed in seeds]
         self._fill(todo)
         return [(run, self._result(run)) for run in todo]
@@ -298,17 +305,19 @@ class _Study:
                 return controlled.execute(self.model, case, self.plan, run)
             return runs.execute(self.model, case, self.plan, run, self._drift_text())
 
-        return self._kept(run.file, run.seed, execute, str(run))
+        return self._kept(run.file, run.seed, execute, str(run), self._work_of(run.stage))
 
-    def _kept(self, name: str, seed: int, make: Callable[[Case], dict[str, Any]], label: str = "") -> dict[str, Any]:
+    def _kept(
+        self, name: str, seed: int, make: Callable[[Case], dict[str, Any]], label: str = "", work: float = 1.0
+    ) -> dict[str, Any]:
         """The result of that name: read if it is there, made and kept if not."""
         result = self.folder.load(name)
         if result is not None:
-            self.bar.extend(-1)
+            self.bar.extend(-work)
             return result
         result = make(self._case(seed))
         self.folder.save(name, result)
-        self.bar.done(label or name)
+        self.bar.done(label or name, work)
         return result
 
     def _fill(self, todo: Sequence[Run]) -> None:
@@ -323,6 +332,7 @@ class _Study:
             return
         if missing[0].stage != "plant":
             self._case(missing[0].seed), self._drift_text()  # before the processes part, so that they share them
+        work = self._work_of(missing[0].stage)
         context = multiprocessing.get_context("fork")
         following = context.Value("i", 0)
         workers = [context.Process(target=self._work, args=(missing, following, os.getpid())) for _ in range(self.jobs)]
@@ -336,15 +346,15 @@ class _Study:
             while any(worker.is_alive() for worker in workers):
                 time.sleep(0.05)
                 for path in [path for path in waiting if path.exists()]:
-                    self.bar.done(str(waiting.pop(path)))
+                    self.bar.done(str(waiting.pop(path)), work)
         finally:
             for worker in workers:
                 worker.terminate()
                 worker.join()
         for path in [path for path in waiting if path.exists()]:
-            self.bar.done(str(waiting.pop(path)))
+            self.bar.done(str(waiting.pop(path)), work)
         # These are read again in a moment, and must not count as results of an earlier call.
-        self.bar.extend(len(missing) - len(waiting))
+        self.bar.extend(work * (len(missing) - len(waiting)))
 
     def _work(self, todo: Sequence[Run], following: Any, parent: int) -> None:
         """A worker: take the next run until there is none left, or the parent is gone."""

@@ -399,7 +399,7 @@ def test_progress_is_plain_lines_when_nobody_watches(capsys):
     bar.extend(-1)
     bar.close()
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "seed 0" and "1 of 3 runs, top" in lines[1] and "left" in lines[1] and "\r" not in "".join(lines)
+    assert lines[0] == "seed 0" and "33%, top" in lines[1] and "left" in lines[1] and "\r" not in "".join(lines)
 
 
 def test_all_runs_are_counted_before_the_first_and_none_twice(controlled, tmp_path, monkeypatch):
