@@ -36,6 +36,9 @@ from locus.progress import Progress
 from locus.runs import Case, Plan, Run, named
 from locus.verdict import verdict
 
+# Without the table, whose help is that of every DataFrame.
+__all__ = ["COLUMNS", "compare", "rule"]
+
 # Of table.parquet and table.csv: one measured number a row. step = -1 for numbers of a whole run; attack = what the run
 # was attacked with, "" for numbers of the run itself.
 COLUMNS = "model facts localizer arm kind budget objective seed draw step metric value status attack".split()
