@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from locus.hooks import Start, record
@@ -12,11 +12,17 @@ from locus.reads import unembed_normed
 
 
 def continues(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
-    """Whether the run of a batch can be continued from its trace to the same logits."""
+    """Whether the run of a batch can be made again from its trace, with every row twice, to the same logits."""
     recorded, logits = record(model, tokens)
-    with torch.no_grad():
-        again = unembed_normed(model, model.bridge.ln_final(recorded.inputs[-1]))
-    return bool(((again - logits).abs().max() <= 1e-3 * max(1.0, float(logits.abs().max()))).item())
+    rows = torch.arange(len(tokens), device=logits.device).repeat(2)
+    start = Start(rows, enter=lambda residual: residual)
+    try:
+        with torch.no_grad():
+            end = recorded.grown({0: start}, torch.arange(tokens.shape[1]).expand(len(tokens), -1))
+            again = unembed_normed(model, model.bridge.ln_final(end))
+    except RuntimeError:  # what a block is given beside the residual stream is not by row
+        return False
+    return _same(again, logits[rows])
 
 
 def packs(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
@@ -38,7 +44,14 @@ def packs(model: Any, tokens: Int[Tensor, "batch pos"]) -> bool:
     rows = torch.arange(len(tokens), device=noise.device)
     start = {0: Start(rows, enter=enter)}
     read = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-    with torch.no_grad():
-        whole = replace(recorded, keys=None).grow(start, read)
-        packed = recorded.grow(start, read)
-    return bool(((whole - packed).abs().max() <= 1e-3 * max(1.0, float(whole.abs().max()))).item())
+    try:
+        with torch.no_grad():
+            whole = replace(recorded, keys=None).grow(start, read)
+            packed = recorded.grow(start, read)
+    except RuntimeError:  # what it is given beside the residual stream is of whole rows
+        return False
+    return _same(packed, whole)
+
+
+def _same(found: Float[Tensor, "..."], expected: Float[Tensor, "..."]) -> bool:
+    return bool(((found - expected).abs().max() <= 1e-3 * max(1.0, float(expected.abs().max()))).item())

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformer_lens.model_bridge.generalized_components import AttentionBridge
 
 LABELS = {
     "head": "H",
@@ -141,12 +142,13 @@ def counts(model: Any) -> dict[str, int]:
     """How many components of each kind a layer of `model` has; 0 where the model has none."""
     cfg = model.cfg
     dense = "out" in model.bridge.blocks[0].mlp.submodules
+    neurons = len(model.bridge.blocks[0].mlp.W_out) if dense else 0
     experts = 0 if dense else _experts(model, 0)[0].shape[0]
     return {
         "head": cfg.n_heads,
         "kv": n_kv(model),
-        "neuron": cfg.d_mlp if dense else 0,
-        "value": cfg.d_mlp if dense else 0,
+        "neuron": neurons,
+        "value": neurons,
         "mlp": 1,
         "attn": 1,
         "expert": experts,
@@ -286,6 +288,15 @@ def site(component: Component) -> str:
         "expert": "mlp.hook_expert_weights",
     }
     return f"blocks.{component.layer}.{names[component.kind]}"
+
+
+def used_already(model: Any, name: str) -> bool:
+    """Whether a hook of attention fires after its values were used, where attention is Hugging Face's own."""
+    if not name.endswith(("hook_pattern", "hook_attn_scores")):
+        return False
+    attn = model.bridge.get_submodule(name.rpartition(".")[0])
+    inside = getattr(attn.original_component, "accepts_pattern_fn", False)
+    return type(attn).forward is AttentionBridge.forward and not inside
 
 
 def after_neurons(model: Any, layer: int) -> tuple[Float[Tensor, "d_mlp d_model"], nn.Module | None]:

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from locus.arguments import finite, last_positions, select
+from locus.components import used_already
 from locus.packing import UNPACKED, Keys, Packing, Spans, acts_in, positions_second, share
 from locus.reads import gather, unembed
 
@@ -34,8 +35,7 @@ def edits(model: Any, hooks: Sequence[tuple[str, Edit]]) -> Iterator[None]:
         for name, edit in hooks:
             if name not in points:
                 raise ValueError(f"{model.name} has no hook {name!r}; `locus sites` lists the ones it has")
-            point = points[name]
-            handles.append(point.register_forward_hook(_edit_hook(point, edit, name.endswith("hook_resid_mid"))))
+            handles.append(points[name].register_forward_hook(_edit_hook(model, points[name], name, edit)))
         yield
     finally:
         for handle in handles:
@@ -468,13 +468,13 @@ def count(model: Any) -> int:
     )
 
 
-def _edit_hook(point: Any, edit: Edit, in_place: bool) -> Callable[..., Tensor]:
+def _edit_hook(model: Any, point: Any, name: str, edit: Edit) -> Callable[..., Tensor]:
+    conversion, in_place, used = point.hook_conversion, name.endswith("hook_resid_mid"), used_already(model, name)
+
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        conversion = point.hook_conversion
-        if conversion is None:
-            new = edit(output)
-        else:
-            new = conversion.revert(edit(conversion.convert(output)), output)
+        new = edit(output) if conversion is None else conversion.revert(edit(conversion.convert(output)), output)
+        if used and new is not output:
+            raise ValueError(f"{model.name} shows {name} after it was used: it can be looked at, and not be changed")
         # Inside a block the residual stream goes on past this hook too, in the same tensor.
         return output.copy_(new) if in_place and new is not output else new
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -405,14 +405,12 @@ def _live_parameters(model: HookedModel) -> Iterator[LiveParameter]:
     replaced: set[Tensor] = set()
     split: list[LiveParameter] = []
     for block in model.bridge.blocks:
-        attn = block.attn if "attn" in block.submodules else None
-        if attn is not None and "qkv" in attn.submodules:
-            fused = attn.qkv.original_component
+        for fused, parts, pieces in _fused(block):
             for attribute in ("weight", "bias"):
                 stored = getattr(fused, attribute, None)
                 if isinstance(stored, nn.Parameter):
                     replaced.add(stored)
-                    split += _split(model, attn, fused, attribute)
+                    split += _split(model, fused, attribute, parts, pieces)
     for module in model.bridge.original_model.modules():
         for attribute, p in module._parameters.items():
             if p is not None and p in model._names and p not in replaced:
@@ -421,8 +419,24 @@ def _live_parameters(model: HookedModel) -> Iterator[LiveParameter]:
     yield from split
 
 
-def _split(model: HookedModel, attn: Any, fused: nn.Module, attribute: str) -> list[LiveParameter]:
-    """Where each output unit of the bridge's q, k and v lies in the fused tensor.
+def _fused(block: Any) -> Iterator[tuple[nn.Module, list[Any], Callable[[], tuple]]]:
+    """Fused projections of a block, the modules that the bridge reads instead, and the bridge's way to split them."""
+    if "attn" in block.submodules and "qkv" in block.attn.submodules:
+        attn = block.attn
+        yield (
+            attn.qkv.original_component,
+            [attn.q, attn.k, attn.v],
+            lambda: attn.split_qkv_matrix(attn.original_component),
+        )
+    if hasattr(mlp := block.mlp, "split_gate_up_matrix"):
+        fused = getattr(mlp.original_component, mlp.fused_attr)
+        yield fused, [mlp.gate, getattr(mlp, "in")], lambda: mlp.split_gate_up_matrix(mlp.original_component)
+
+
+def _split(
+    model: HookedModel, fused: nn.Module, attribute: str, parts: Sequence[Any], pieces: Callable[[], tuple]
+) -> list[LiveParameter]:
+    """Where each output unit of the parts that the bridge reads lies in the fused tensor.
 
     Found by splitting, with the bridge's own function, a fused tensor whose entries are the numbers of their
     output units; so every layout (interleaved by head, concatenated) is right by construction.
@@ -435,24 +449,17 @@ def _split(model: HookedModel, attn: Any, fused: nn.Module, attribute: str) -> l
     shape[axis] = -1
     try:
         stored.data = units.reshape(shape).expand(kept.shape).contiguous()
-        pieces = attn.split_qkv_matrix(attn.original_component)
+        numbered = pieces()
     finally:
         stored.data = kept
     found = []
-    for name, piece in zip("qkv", pieces, strict=True):
-        module = getattr(attn, name).original_component
+    for part, piece in zip(parts, numbered, strict=True):
+        module = part.original_component
         tensor = getattr(module, attribute)
         numbers = getattr(piece, attribute).detach()
         transposed = attribute == "weight" and axis == 1
-        live = LiveParameter(
-            model._names[stored],
-            tensor,
-            module,
-            attribute,
-            axis,
-            (numbers[:, 0] if numbers.ndim == 2 else numbers).long().cpu(),
-            transposed,
-        )
+        index = (numbers[:, 0] if numbers.ndim == 2 else numbers).long().cpu()
+        live = LiveParameter(model._names[stored], tensor, module, attribute, axis, index, transposed)
         if not torch.equal(live.take(kept), tensor.detach()):
             raise ValueError(f"{model.name}: {live.name} is split in a way that locus cannot follow")
         found.append(live)

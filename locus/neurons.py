@@ -53,6 +53,8 @@ def rank_one(
 
 def adds_up(recorded: hooks.Trace, layers: Sequence[int]) -> bool:
     """Whether blocks are what this module takes them for, tried on the run of the first prompt without any neuron."""
+    if not recorded.model.fast:
+        return False  # its blocks cannot be run on other rows
     row = torch.zeros(1, dtype=torch.long, device=recorded.inputs[0].device)
     for layer in layers:
         name = f"blocks.{layer}.mlp.hook_post"

@@ -44,6 +44,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     ),
     "gpt_neox": functools.partial(_random, hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, **_SIZE),
     "llama": functools.partial(_random, hf.LlamaForCausalLM, hf.LlamaConfig, **_GROUPED, tie_word_embeddings=True),
+    "phi3": functools.partial(_random, hf.Phi3ForCausalLM, hf.Phi3Config, **_GROUPED),
     "qwen3": functools.partial(_random, hf.Qwen3ForCausalLM, hf.Qwen3Config, **_GROUPED, head_dim=8),
     "olmo2": functools.partial(_random, hf.Olmo2ForCausalLM, hf.Olmo2Config, **_GROUPED),
     "gemma2": functools.partial(_random, hf.Gemma2ForCausalLM, hf.Gemma2Config, **_GEMMA),

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from locus import hooks
-from locus.components import Component, site
+from locus.components import Component, counts, site
 from locus.facts import ContrastPairs, Fact
 from locus.facts.tokens import encode, tokenize
 from locus.localize.attribution import gradients_at
@@ -341,7 +341,7 @@ def _neurons(model: Any, given: Scores | Sequence[str | Component], top: int) ->
         said = f"The top {len(chosen)} of {len(order)} by {given.metric.replace('_', ' ')} of {given.method!r}."
     else:
         chosen = [Component.parse(c) if isinstance(c, str) else c for c in given]
-    wide = model.cfg.d_mlp if _has(model, "neuron") else 0
+    wide = counts(model)["neuron"]
     for c in chosen:
         if c.kind not in ("neuron", "value") or c.layer >= model.cfg.n_layers or (c.index or 0) >= wide:
             raise ValueError(f"{c} is no neuron of {model.name}, which has {model.cfg.n_layers} layers of {wide}")
