@@ -31,6 +31,7 @@ from locus.masks import ParameterMask
 from locus.metrics import Targets, log_probability
 from locus.models import HookedModel
 from locus.progress import tqdm
+from locus.require import COUNT, POSITIVE, require, require_fields, require_objects
 from locus.unlearn import AdamW, NextToken, Update, unlearn
 from locus.unlearn.engine import schedule as schedule_of
 from locus.unlearn.update import Status, checksum
@@ -175,12 +176,8 @@ class Paraphrase:
 
 
 def _check(one: FullRelearn | LoRARelearn | Unrelated) -> None:
-    fields = {"steps": one.steps, "every": one.every, "batch_size": one.batch_size, "rank": getattr(one, "rank", None)}
-    for name, value in fields.items():
-        if value is not None and not value >= 1:
-            raise ValueError(f"{type(one).__name__}: {name} must be 1 or above, not {value!r}")
-    if not 0 < one.lr < math.inf:
-        raise ValueError(f"{type(one).__name__}: lr must be a number above 0, not {one.lr!r}")
+    require_fields(one, (COUNT, "steps every"), (COUNT.or_none, "batch_size"), (POSITIVE, "lr"))
+    require(COUNT, rank=getattr(one, "rank", 1))
 
 
 # Rates at which most came back on tiny, within these steps; on SmolLM2 it was 1e-4 (full) and 1e-3 (LoRA).
@@ -226,6 +223,7 @@ def attack(
         "extraction_strength"), n, value (mean over the n facts that could be scored; higher = more came back), low,
         high (95%, within [0, 1]), status (of the whole attack; one that diverged has the rows before it did), seed.
     """
+    require_objects(Attack, "FullRelearn()", attacks=attacks)
     half, tested = halves(split.forget, seed)
     meters = []
     for one in attacks:
@@ -347,7 +345,7 @@ def _train_adapters(
     """The loop of `unlearn` for adapters: the same loss, optimizer and order of facts."""
     batch = encode(model, facts)
     read, targets = batch.reads()
-    size = min(one.batch_size or len(facts), len(facts))
+    size = len(facts) if one.batch_size is None else min(one.batch_size, len(facts))
     schedule = schedule_of(len(facts), size, one.steps, torch.Generator().manual_seed(seed))
     optimizer = AdamW(lr=one.lr).build(trained)
     checkpoints = _checkpoints(one)

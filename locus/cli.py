@@ -284,16 +284,11 @@ def compare(
     from locus.study import compare as run
     from locus.verdict import verdict
 
+    chosen: dict[str, Any] = {"seeds": seeds, "kind": components, "budget": budget, "draws": draws}
+    chosen |= {"steps": steps, "forget": forget, **_methods(methods, objectives)}
+    plan = replace(comparison_plan(model, full=full), **_given(chosen))
     loaded = _load(model)
     known, other = _facts(facts, model)
-    plan = comparison_plan(model, full=full)
-    chosen: dict[str, Any] = {"seeds": seeds, "kind": components, "budget": budget, "draws": draws}
-    chosen |= {"steps": steps, "forget": forget}
-    plan = replace(plan, **{name: value for name, value in chosen.items() if value is not None})
-    if methods:
-        plan = replace(plan, localizers=tuple(_method(name, 0) for name in methods))
-    if objectives:
-        plan = replace(plan, objectives=tuple(_objective(name) for name in objectives))
     if not out:
         out = Path("runs") / f"{Path(model).name}-{known.name}{'-full' * full}"
     table = run(loaded, known, plan, out=out, other=other)
@@ -343,28 +338,25 @@ def study(
         attacks: Attack what is left, by relearning, by other facts and in other words.
         jobs: Runs at a time; by default one a core for tiny, one for a real model.
     """
-    from locus.plans import planted_facts, planting_plan
+    from locus.plans import Planting, planted_facts, planting_plan
     from locus.report import report as make_report
-    from locus.runs import Planting
+    from locus.require import COUNT, require
     from locus.sequential import Looks
     from locus.study import compare as run
     from locus.verdict import verdict
 
-    if until_decided and seeds:
+    if until_decided and seeds is not None:
         raise ValueError("--until-decided takes the seeds 0, 1, … up to --cap; leave --seeds out.")
-    loaded = _load(model)
+    require(COUNT.or_none, jobs=jobs)
     plan = planting_plan(model, full=full)
-    place = plan.planting or Planting()
-    chosen: dict[str, Any] = {"kind": components, "share": share, "replay": replay, "arms": arms}
-    chosen["attacks"] = None if attacks else ()
-    place = replace(place, **{name: value for name, value in chosen.items() if value is not None})
-    plan = replace(plan, planting=place, draws=draws or plan.draws, seeds=seeds or plan.seeds)
+    place: dict[str, Any] = {"kind": components, "share": share, "replay": replay, "arms": arms}
+    place["attacks"] = None if attacks else ()
+    chosen: dict[str, Any] = {"planting": replace(plan.planting or Planting(), **_given(place)), "draws": draws}
+    chosen |= {"seeds": seeds, **_methods(methods, objectives)}
     if until_decided:
-        plan = replace(plan, looks=Looks.until(cap), seeds=tuple(range(cap)))
-    if methods:
-        plan = replace(plan, localizers=tuple(_method(name, 0) for name in methods))
-    if objectives:
-        plan = replace(plan, objectives=tuple(_objective(name) for name in objectives))
+        chosen |= {"looks": Looks.until(cap), "seeds": tuple(range(cap))}
+    plan = replace(plan, **_given(chosen))
+    loaded = _load(model)
     facts, known = planted_facts(model)
     out = out or Path("runs") / f"study-{Path(model).name}{'-full' * full}"
     table = run(loaded, facts, plan, out=out, other=known, jobs=jobs)
@@ -401,7 +393,11 @@ def inj(
     from locus.folder import write
     from locus.localize import given
     from locus.plans import planted_facts
+    from locus.require import COUNT, NUMBER, SHARE, require
 
+    require(COUNT, sentences=sentences, steps=steps)
+    require(NUMBER, seed=seed)
+    require(SHARE, r=r)
     loaded = _load(model)
     facts = benchmark.sentences(loaded, sentences, seed=seed)
     out = out or Path("runs") / f"inj-{Path(model).name}-{r:g}"
@@ -409,8 +405,10 @@ def inj(
     chosen = [given(_method(name, seed), kept) for name in methods]
     table = benchmark.inj(loaded, facts, chosen, r=r, steps=steps, seed=seed, out=out)
     write(out / "table.csv", lambda path: table.to_csv(path, index=False))
-    learned = table.drop_duplicates("sentence").status.value_counts().to_dict()
-    print(f"{loaded.name}, r = {r:.2%}, sentences: {', '.join(f'{n} {status}' for status, n in learned.items())}")
+    status = table.drop_duplicates("sentence").status
+    print(f"{loaded.name}, r = {r:.2%}, sentences: {', '.join(f'{n} {s}' for s, n in status.value_counts().items())}")
+    if (lost := int((status != "finished").sum())) > 0:
+        print(f"{lost} of {len(status)} were not learned: their recall is of a place where the sentence is not.")
     print(benchmark.summary(table).round(3).to_string(index=False))
     print(f"Table: {out / 'table.csv'}")
 
@@ -455,6 +453,18 @@ def _facts(name: str | None, model: str) -> "tuple[Facts, Facts | None]":
             f"There are no facts {name!r}: give biographies, capitals, elements, or the path of a JSONL file."
         )
     return source.from_jsonl(name), None
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _methods(methods: "tuple[Method, ...] | None", objectives: "tuple[PlantedObjective, ...] | None") -> dict[str, Any]:
+    """Localizers and objectives of a plan, as far as they are named."""
+    return {
+        "localizers": tuple(_method(name, 0) for name in methods) if methods else None,
+        "objectives": tuple(_objective(name) for name in objectives) if objectives else None,
+    }
 
 
 def _method(name: str, seed: int) -> Any:

@@ -11,10 +11,10 @@ from locus.evaluate import evaluate
 from locus.facts import Facts, FactSplit, encode
 from locus.inject import elsewhere, plant, region
 from locus.localize import given, localize, localize_weights
-from locus.localize.weights import ByEntries
 from locus.masks import Mask, ParameterMask
 from locus.models import HookedModel
-from locus.runs import STATES, Case, Plan, Planting, Run, named, smaller, steps, update_of
+from locus.plans import STATES, Plan, Planting, named
+from locus.runs import Case, Run, smaller, steps, update_of
 
 KNOWN = 60  # facts of the model's own on which planting is watched
 
@@ -27,12 +27,6 @@ def _planting(plan: Plan) -> Planting:
 def prepare(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan, seed: int, *, draws: int) -> Case:
     """Plant the facts to forget of a seed in a region of its own, and choose the masks of all arms."""
     planting = _planting(plan)
-    coarse = [name for name, method in named(plan.localizers).items() if not isinstance(method, ByEntries)]
-    if planting.kind == "weight" and {"top", "bottom"} & set(planting.arms) and coarse:
-        raise ValueError(
-            f"{coarse[0]} scores no single weights, in which the facts are planted; take localizers that do "
-            "(GradientSaliency, SNIP, Fisher, WAGLE, Magnitude, Wanda), or leave top and bottom out of the arms."
-        )
     split = facts.split(forget=plan.forget, seed=seed)
     # The model's own facts may be of the same relations: these are of other subjects, and only measured.
     split = replace(split, other=other or Facts())

@@ -21,12 +21,13 @@ from locus.components import Components
 from locus.evaluate import interval, score
 from locus.facts import ContrastPairs, Fact, Facts, FactSplit, biographies, encode
 from locus.folder import enter
-from locus.localize import localize
+from locus.localize import Method, localize, require_kinds
 from locus.masks import Mask
 from locus.metrics import log_probability
 from locus.models import HookedModel
+from locus.plans import named
 from locus.progress import Progress
-from locus.runs import named
+from locus.require import COUNT, NUMBER, POSITIVE, SHARE, require, require_objects, some
 from locus.unlearn import AdamW, NextToken, Update, unlearn
 
 
@@ -36,6 +37,8 @@ def sentences(model: HookedModel, n: int = 20, *, seed: int = 0) -> Facts:
     Each has a contrast sentence, about another person in the same words and in as many tokens; facts without one are
     passed over.
     """
+    require(COUNT, n=n)
+    require(NUMBER, seed=seed)
     pool = biographies(max(80, 4 * n), seed, draw=1)
     relations = list(dict.fromkeys(fact.relation for fact in pool))
     people = list(dict.fromkeys(fact.subject for fact in pool))
@@ -76,7 +79,7 @@ def inj(
 
     facts: sentences with a subject and, among the facts or their `pool`, another one of the relation that aligns with
         it token by token: the contrast sentence.
-    ks: shares of the vectors that count as found; default r, 2r and 5r.
+    ks: shares of the vectors that count as found; default r, 2r and 5r, as far as there are so many.
     lr: of Adam; default as in the paper, 0.01, or 0.05 for r below 1%.   steps: at most.
     loss: in nats; default as in the paper, 0.05, or 0.3 for models of a width below 512. Values cannot lower it without
         end: the final norm bounds the logits, and on tiny the best of all residual streams leaves up to 0.27.
@@ -85,9 +88,12 @@ def inj(
     Returns rows: model, sentence, subject, localizer, scope, k, n = |G|, recall, chance (Recall@k of random scores),
         steps, loss (reached), status ("finished", or "not learned" where the loss was not), seed.
     """
-    ks = tuple(ks or (r, 2 * r, 5 * r))
-    lr = lr or (0.01 if r >= 0.01 else 0.05)
-    loss = loss or (0.05 if model.cfg.d_model >= 512 else 0.3)
+    require(SHARE, r=r)
+    ks = tuple(k for k in (r, 2 * r, 5 * r) if k <= 1) if ks is None else ks
+    lr = (0.01 if r >= 0.01 else 0.05) if lr is None else lr
+    loss = (0.05 if model.cfg.d_model >= 512 else 0.3) if loss is None else loss
+    _require(localizers, ks, lr, loss, steps, seed)
+    ks = tuple(dict.fromkeys(ks))
     pairs = facts.contrast_pairs(model, seed=seed)
     settings: dict[str, Any] = {"r": r, "ks": list(ks), "lr": lr, "loss": loss, "steps": steps, "seed": seed}
     settings |= {"model": model.fingerprint, "metric": getattr(metric, "__name__", str(metric))}
@@ -181,12 +187,18 @@ def whole_sentence(model: HookedModel, pair: ContrastPairs) -> ContrastPairs:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Recall averaged over sentences: localizer, scope, k, n (sentences), recall, low, high (95%), chance."""
+    """Recall averaged over sentences: localizer, scope, k, n (sentences), learned, recall, low, high, chance.
+
+    learned: how many of the n were learned; the recall of the others, averaged too, is of a place where they are not.
+    low, high: 95% interval of the mean, cut to [0, 1].
+    """
     rows = []
     for (name, scope, k), group in table.groupby(["localizer", "scope", "k"], sort=False):
         low, high = interval(torch.tensor(group.recall.to_numpy(), dtype=torch.float64))
-        rows.append((name, scope, k, len(group), group.recall.mean(), low, high, group.chance.mean()))
-    return pd.DataFrame(rows, columns=["localizer", "scope", "k", "n", "recall", "low", "high", "chance"])
+        learned, recall, chance = (group.status == "finished").sum(), group.recall.mean(), group.chance.mean()
+        rows.append((name, scope, k, len(group), learned, recall, low, high, chance))
+    table = pd.DataFrame(rows, columns="localizer scope k n learned recall low high chance".split())
+    return table.assign(low=table.low.clip(0, 1), high=table.high.clip(0, 1))
 
 
 def top_share(
@@ -200,6 +212,19 @@ def top_share(
         best = values[members].argsort(descending=True, stable=True)
         chosen[members[best[: max(1, round(k * len(members)))]]] = True
     return chosen
+
+
+def _require(localizers: Sequence[Any], ks: Sequence[float], lr: float, loss: float, steps: int, seed: int) -> None:
+    require_objects(Method, "AttributionPatching()", localizers=localizers)
+    if not localizers:
+        raise ValueError("INJ ranks localizers and got none; give a tuple, like (AttributionPatching(), Random()).")
+    for method in localizers:
+        require_kinds(method, ["value"])
+    named(localizers)
+    require(some(SHARE, "a tuple of shares in (0, 1], like (0.01, 0.05)"), ks=ks)
+    require(POSITIVE, lr=lr, loss=loss)
+    require(COUNT, steps=steps)
+    require(NUMBER, seed=seed)
 
 
 def _sentence(fact: Fact) -> Fact:

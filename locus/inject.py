@@ -28,6 +28,7 @@ from locus.folder import new_directory
 from locus.masks import Mask, ParameterMask, controls
 from locus.metrics import Batch
 from locus.models import HookedModel
+from locus.require import COUNT, NUMBER, POSITIVE, SHARE, require, require_fields
 from locus.unlearn import AdamW, NextToken, Update, unlearn
 from locus.unlearn.update import Entries, written
 from locus.worlds import cache_dir
@@ -48,6 +49,9 @@ class Training:
     steps: int
     batch_size: int = 96
     every: int = 10
+
+    def __post_init__(self) -> None:
+        require_fields(self, (POSITIVE, "lr"), (COUNT, "steps batch_size every"))
 
 
 def trainings(model: HookedModel) -> tuple[Training, Training]:
@@ -157,6 +161,8 @@ def plant(
     Raises:
         ValueError: a stage did not reach the strength.
     """
+    require(SHARE, strength=strength)
+    require(NUMBER, seed=seed)
     first, second = trainings(model)
     kept, parts = Facts([*split.retain, *split.holdout]), parts_of(split, known)
     before = retained_stage(model, parts, kept, Goal(strength, seed, retained or first, progress), cache)

@@ -10,141 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from locus.evaluate import DriftText, Evaluation, Strength, aues, drift, evaluate, relative, score
+from locus.evaluate import DriftText, Evaluation, aues, drift, evaluate, relative, score
 from locus.facts import Facts, FactSplit, encode
 from locus.inject import Planted
-from locus.localize import ActivationPatching, Activations, AttributionPatching, given, localize
+from locus.localize import ActivationPatching, given, localize
 from locus.masks import Mask, ParameterMask, controls
 from locus.metrics import Batch
 from locus.models import HookedModel
-from locus.sequential import Looks
-from locus.unlearn import NPO, AdamW, MatchMLP, Update, unlearn
-
-KINDS: tuple[Strength, ...] = ("extraction", "probability")
-
-# Arms of a study of planted knowledge; see `Planting`.
-STATES = ("none", "revert", "retain", "pretrained")  # without an update: θ_o or the model as it is, θ_r, θ_r, θ_p
-PLANTED_ARMS = ("oracle", "random", "random-uniform", "complement", "kind", "all", "top", "bottom", "revert")
-
-
-@dataclass(frozen=True)
-class Planting:
-    """Knowledge that the study plants in a known region V first, so that the true location is certain.
-
-    θ_p, the model → θ_r, all parameters trained on the facts that are kept → θ_o, only V trained on the facts to forget
-    (`inject.plant`). Unlearning begins at θ_o.
-
-    kind, share: V is a random `share` of the parameters of these components, drawn by the seed ("weight": single
-        weights of attention and MLPs).
-    replay: whether the kept facts stay in the loss while V learns; without it V's learning damages them.
-    strength: extraction strength at which a stage is done.
-    arms: of PLANTED_ARMS. oracle = V; random = disjoint from V, as large, matched by layer; random-uniform = the same
-        in any layer; complement = all of the kind but V; kind, all = all of the kind, all parameters; top, bottom = of
-        each localizer, as large as V; revert = V set back to θ_r, with no training: the ceiling.
-    attacked: arms whose first draw is attacked with each of `attacks`, where they reach what all of them can forget
-        (matched) and where they forget most with 95% of the retain strength left (best); θ_r and θ_o are attacked too.
-    attacked_objectives: the updates of so many of the plan's objectives are attacked, the first ones; None = of all.
-    """
-
-    kind: str = "value"
-    share: float = 0.1
-    replay: bool = True
-    strength: float = 0.95
-    arms: tuple[str, ...] = ("oracle", "random", "all", "top", "revert")
-    attacks: tuple[Any, ...] = ()
-    attacked: tuple[str, ...] = ("oracle", "random")
-    attacked_objectives: int | None = None
-
-    def __post_init__(self) -> None:
-        if unknown := {*self.arms, *self.attacked} - set(PLANTED_ARMS):
-            raise ValueError(f"Unknown arms {sorted(unknown)}; those of a planting are {', '.join(PLANTED_ARMS)}.")
-        if not {"oracle", "random"} <= set(self.arms):
-            raise ValueError(f"A planting compares oracle with random, so it needs both arms; got {self.arms}.")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Every choice of a study besides the model and the facts. All of it is written to settings.json.
-
-    localizers, objectives: method objects; each localizer gives a top, a bottom and `draws` random masks a seed.
-        MatchMLP needs a planting, whose θ_r is what it matches: give it as MatchMLP(), without targets.
-    kind, budget: which components are located, and the fraction of their parameters that a mask may change.
-    seeds: a seed is a new split of the facts, new regions, new controls and a new order of the data.
-    forget, part: facts to forget; facts at most in each of retain, holdout and other.
-    steps: of an update, with a checkpoint after each of the first `dense` ones and after each `every`-th from there on.
-    strength: what forget and retain strength are made of. "probability" (relative to the original model) suits short
-        answers of natural facts, "extraction" answers of several tokens; the other one is in the table too.
-    rates: learning rates to try for each type of arm (masked = top, bottom, random; kind; all); a best rate at an edge
-        extends the grid by the ratio of its neighbours, at most `extend` times. Of rates within `near` of the best mean
-        AUES the lowest is taken: its checkpoints are closer together. Tuned on the split of `tuning_seed`;
-        the rate of masks on the top and one random mask of each of the first `tuning_localizers` localizers.
-    scan_layers: how many layers, evenly spaced, are edited alone (None = every layer), in each of `scan_seeds` seeds,
-        for `scan_steps` steps at `scan_rate`, untuned.
-    bound: a difference of AUES inside ± bound counts as none.
-    planting: the facts are not what the model knows, but are planted in a known region first, and the arms are those of
-        the planting; `kind` and `budget` are then those of the region.
-    looks: the study is judged after each of these numbers of seeds, and ends when it is decided or `seeds` are used up.
-    """
-
-    localizers: tuple[Any, ...] = (AttributionPatching(), Activations())
-    objectives: tuple[Any, ...] = (NPO(),)
-    kind: str = "neuron"
-    budget: float = 0.05
-    draws: int = 19
-    seeds: tuple[int, ...] = (0, 1, 2)
-    forget: int = 16
-    part: int = 20
-    steps: int = 36
-    dense: int = 18
-    every: int = 3
-    batch_size: int | None = 8
-    strength: Strength = "extraction"
-    rates: tuple[tuple[str, tuple[float, ...]], ...] = (
-        ("masked", (7e-4, 1.4e-3, 2.8e-3)),
-        ("kind", (2.5e-4, 5e-4, 1e-3)),
-        ("all", (1e-4, 2e-4, 4e-4)),
-    )
-    near: float = 0.02
-    extend: int = 3
-    tuning_seed: int = 1000
-    tuning_localizers: int = 2
-    wrong: int = 2
-    scan_layers: int | None = None
-    scan_seeds: int = 1
-    scan_steps: int = 20
-    scan_rate: float = 1e-3
-    bound: float = 0.02
-    threads: int = 1
-    planting: Planting | None = None
-    looks: Looks | None = None
-
-    def __post_init__(self) -> None:
-        names = [name for name, _ in self.rates]
-        if names != ["masked", "kind", "all"] or any(len(grid) < 1 for _, grid in self.rates):
-            raise ValueError(f"rates needs a grid for each of masked, kind and all, in this order; got {self.rates}.")
-        for field in ("draws", "forget", "part", "steps", "every", "threads"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be 1 or more; got {getattr(self, field)}.")
-        if not 0 < self.budget <= 1:
-            raise ValueError(f"budget must be a fraction of the parameters, in (0, 1]; got {self.budget}.")
-        for field in ("localizers", "objectives", "seeds")[self.planting is not None :]:
-            if not getattr(self, field):
-                raise ValueError(f"A study needs at least one of its {field}; got none.")
-        if classes := [x for x in (*self.localizers, *self.objectives) if isinstance(x, type)]:
-            raise ValueError(f"{classes[0].__name__} is a class; give an instance of it, {classes[0].__name__}().")
-        if self.planting is None and any(isinstance(objective, MatchMLP) for objective in self.objectives):
-            raise ValueError(
-                "MatchMLP matches a model that never learned the facts to forget, which only a planting has: give one, "
-                "planting=Planting(), or take another objective."
-            )
-        if len(set(self.seeds)) < len(self.seeds) or self.tuning_seed in self.seeds:
-            raise ValueError(f"Seeds must differ, also from tuning_seed={self.tuning_seed}; got {self.seeds}.")
-        if self.looks and self.looks.cap != len(self.seeds):
-            raise ValueError(f"Looks up to {self.looks.cap} seeds need as many seeds; got {len(self.seeds)}.")
-
-    @property
-    def checkpoints(self) -> list[int]:
-        return sorted({*range(min(self.dense, self.steps)), *range(self.dense, self.steps, self.every), self.steps})
+from locus.plans import KINDS, STATES, Plan, named
+from locus.unlearn import AdamW, MatchMLP, Update, unlearn
 
 
 @dataclass(frozen=True)
@@ -261,15 +135,6 @@ def _half_free(mask: Mask) -> bool:
     """Whether controls disjoint from the mask are still random: no layer has more than half of its components in it."""
     layers = mask.components.layers
     return all(mask.selected[layers == layer].float().mean() <= 0.5 for layer in layers.unique())
-
-
-def named(methods: Sequence[Any]) -> dict[str, Any]:
-    """Methods by the names that tables give them: the class name, or the whole repr where that is not unique."""
-    classes = [type(method).__name__ for method in methods]
-    names = [n if classes.count(n) == 1 else repr(m) for n, m in zip(classes, methods, strict=True)]
-    if len(set(names)) < len(names):
-        raise ValueError(f"The same method is given twice: {names}.")
-    return dict(zip(names, methods, strict=True))
 
 
 def search_rate(

@@ -33,6 +33,8 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special, stats
 
+from locus.require import COUNT, LEVEL, one_of, require
+
 STUDIES = 1_000_000
 
 
@@ -51,10 +53,13 @@ class Looks:
     spending: str = "obrien-fleming"
 
     def __post_init__(self) -> None:
-        if not self.at or self.at[0] < 3 or any(a >= b for a, b in zip(self.at, self.at[1:], strict=False)):
-            raise ValueError(f"Looks got at={self.at}; expected growing numbers of seeds, the first one 3 or more.")
-        if self.spending not in ("obrien-fleming", "pocock"):
-            raise ValueError(f'Looks got spending={self.spending!r}; expected "obrien-fleming" or "pocock".')
+        numbers = isinstance(self.at, tuple) and self.at and all(map(COUNT.fits, self.at))
+        if not numbers or self.at[0] < 3 or any(a >= b for a, b in zip(self.at, self.at[1:], strict=False)):
+            raise ValueError(
+                f"Looks got at={self.at!r}; expected growing numbers of seeds, the first one 3 or more, in a tuple, like "
+                "(5, 8, 12)."
+            )
+        require(one_of(("obrien-fleming", "pocock")), spending=self.spending)
 
     @classmethod
     def until(cls, cap: int, spending: str = "obrien-fleming") -> "Looks":
@@ -76,6 +81,7 @@ class Looks:
         A number of seeds that is no planned look (a study that ran out of time) counts as one more after the planned
         ones before it; that is sound as long as the numbers themselves had no part in stopping there.
         """
+        require(LEVEL, alpha=alpha)
         if not 2 <= n <= self.cap:
             raise ValueError(
                 f"Looks were planned at {self.at} seeds, and the table has {n}. Alpha is used up at {self.cap}: judge "

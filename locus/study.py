@@ -32,8 +32,10 @@ from locus.evaluate import DriftText, aues, drift_text
 from locus.facts import Facts
 from locus.folder import Folder, enter, write
 from locus.models import HookedModel
+from locus.plans import Plan, named
 from locus.progress import Progress
-from locus.runs import Case, Plan, Run, named
+from locus.require import COUNT, require
+from locus.runs import Case, Run
 from locus.verdict import verdict
 
 # Without the table, whose help is that of every DataFrame.
@@ -94,6 +96,7 @@ def compare(
         depends on it.
     """
     plan = plan or Plan()
+    jobs = _jobs(jobs, model, plan)
     bar = Progress(0, enabled=progress)
     threads = torch.get_num_threads()
     # The number of threads can change the last bits of a sum, so it is one of the settings.
@@ -105,7 +108,7 @@ def compare(
         # More seeds may be added to a study later, so they are no part of what it is.
         record = {"settings": settings, "verdict rule": rule(plan), "seeds": list(plan.seeds)}
         folder = enter(Path(out), settings, record, bar.say)
-        return _Study(model, facts, other, plan, folder, bar, record, _jobs(jobs, model, plan)).run()
+        return _Study(model, facts, other, plan, folder, bar, record, jobs).run()
     finally:
         bar.close()
         torch.set_num_threads(threads)
@@ -391,13 +394,16 @@ class _Study:
 
 def _jobs(wanted: int | None, model: HookedModel, plan: Plan) -> int:
     """How many runs at a time. Forked processes share the model; with threads of their own they could hang."""
+    require(COUNT.or_none, jobs=wanted)
     possible = plan.threads == 1 and model.device.type == "cpu" and sys.platform == "linux"
     if wanted is not None and wanted > 1 and not possible:
         raise ValueError(
             f"jobs={wanted} needs Linux, a model on the CPU and a plan with threads=1; got {sys.platform}, "
             f"{model.device.type} and threads={plan.threads}. Leave jobs out to do one run at a time."
         )
-    return max(1, wanted or (len(os.sched_getaffinity(0)) if possible else 1))
+    if wanted is not None:
+        return wanted
+    return len(os.sched_getaffinity(0)) if possible else 1
 
 
 def _settings(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan) -> dict[str, Any]:

@@ -5,7 +5,7 @@ A method is one frozen dataclass whose `score` returns Float["fact component"] w
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -31,6 +31,7 @@ from locus.localize.tracing import CausalTracing, causal_trace
 from locus.localize.weights import (
     SNIP,
     WAGLE,
+    ByEntries,
     Fisher,
     GradientSaliency,
     Magnitude,
@@ -174,11 +175,7 @@ def localize(
         raise ValueError(f"{model.name} is in training mode, in which a pass is random; call model.eval() first")
     if torch.is_inference_mode_enabled():
         raise ValueError("torch.inference_mode() forbids gradients, which some methods need; use torch.no_grad()")
-    if unsupported := set(chosen.kinds) - set(method.KINDS):
-        raise ValueError(
-            f"{type(method).__name__} does not score components of kind {min(unsupported)!r}; "
-            f"it scores {', '.join(method.KINDS)}"
-        )
+    require_kinds(method, chosen.kinds)
     for field in ("batch_size", "max_tokens"):
         if (value := getattr(method, field, 1)) < 1:
             raise ValueError(f"{type(method).__name__} got {field}={value}; it must be 1 or more")
@@ -186,3 +183,17 @@ def localize(
         values = method.score(model, pairs, chosen, per_example(metric), progress)
     name, facts = getattr(metric, "__name__", str(metric)), tuple(fact.prompt for fact in pairs.facts)
     return Scores(values.detach().float().cpu(), chosen, method, name, facts, (cost.forward, cost.backward))
+
+
+def require_kinds(method: Method, kinds: Iterable[str]) -> None:
+    """ValueError unless the method scores these kinds of components, and single weights ("weight") if asked for."""
+    if "weight" in kinds and not isinstance(method, ByEntries):
+        raise ValueError(
+            f"{type(method).__name__} scores no single weights, in which the facts are planted; take localizers that "
+            "do (GradientSaliency, SNIP, Fisher, WAGLE, Magnitude, Wanda), or leave top and bottom out of the arms."
+        )
+    if unsupported := set(kinds) - {"weight", *method.KINDS}:
+        raise ValueError(
+            f"{type(method).__name__} does not score components of kind {min(unsupported)!r}; "
+            f"it scores {', '.join(method.KINDS)}"
+        )
