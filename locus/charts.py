@@ -16,7 +16,7 @@ import pandas as pd
 from scipy import stats
 
 from locus.evaluate import limits
-from locus.verdict import Verdict
+from locus.verdict import Verdict, tidy
 
 ARMS = {
     "top": "located (top)",
@@ -88,14 +88,13 @@ def whole_runs(table: pd.DataFrame) -> pd.DataFrame:
     """Numbers of whole runs, attacked ones too, with the settings filled in."""
     wanted = ("localizer", "arm", "objective", "seed", "draw", "step", "metric", "value", "status", "attack")
     whole = table.reindex(columns=[*wanted, *(c for c in table.columns if c not in wanted)])
-    for name in ("localizer", "objective", "status", "attack"):
-        whole[name] = whole[name].astype(object).where(whole[name].notna(), "")
+    whole = tidy(whole.assign(status=whole.status.astype(object).where(whole.status.notna(), "")))
     return whole[whole.step == -1]
 
 
 def unattacked(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of runs as they were left, without those of a later attack."""
-    return table[table.attack.fillna("") == ""] if "attack" in table.columns else table
+    return table[tidy(table).attack == ""] if "attack" in table.columns else table
 
 
 def tradeoffs(table: pd.DataFrame) -> Iterator[Figure]:
@@ -104,11 +103,9 @@ def tradeoffs(table: pd.DataFrame) -> Iterator[Figure]:
     In a controlled study one chart an objective has the arms without a localizer, and each localizer's has its own
     arms beside the true location and its random controls.
     """
-    rows = unattacked(table).reindex(
-        columns=["localizer", "arm", "objective", "seed", "draw", "step", "metric", "value"]
-    )
+    columns = ["localizer", "arm", "objective", "seed", "draw", "step", "metric", "value"]
+    rows = tidy(unattacked(table).reindex(columns=columns))
     rows = rows[rows.metric.isin(["forget_strength", "retain_strength"]) & (rows.step >= 0)]
-    rows = rows.fillna({"localizer": "", "objective": ""})
     if rows.empty:
         return
     paired = rows.pivot_table(

@@ -215,14 +215,7 @@ def unlearn(
     print(f"Editing {mask.n_parameters:,} parameters: {', '.join(mask.labels[:8])} …")
     before = evaluate(loaded, split)
     update = locus.unlearn(
-        loaded,
-        split,
-        mask,
-        _objective(objective),
-        optimizer=optimizer,
-        steps=steps,
-        seed=seed,
-        progress=True,
+        loaded, split, mask, _objective(objective), optimizer=optimizer, steps=steps, seed=seed, progress=True
     )
     if update.status == "diverged":
         raise Failed(
@@ -284,9 +277,8 @@ def compare(
     from locus.study import compare as run
     from locus.verdict import verdict
 
-    chosen: dict[str, Any] = {"seeds": seeds, "kind": components, "budget": budget, "draws": draws}
-    chosen |= {"steps": steps, "forget": forget, **_methods(methods, objectives)}
-    plan = replace(comparison_plan(model, full=full), **_given(chosen))
+    options = {"seeds": seeds, "kind": components, "budget": budget, "draws": draws, "steps": steps, "forget": forget}
+    plan = replace(comparison_plan(model, full=full), **_chosen(methods, objectives, **options))
     loaded = _load(model)
     known, other = _facts(facts, model)
     if not out:
@@ -349,13 +341,12 @@ def study(
         raise ValueError("--until-decided takes the seeds 0, 1, … up to --cap; leave --seeds out.")
     require(COUNT.or_none, jobs=jobs)
     plan = planting_plan(model, full=full)
-    place: dict[str, Any] = {"kind": components, "share": share, "replay": replay, "arms": arms}
-    place["attacks"] = None if attacks else ()
-    chosen: dict[str, Any] = {"planting": replace(plan.planting or Planting(), **_given(place)), "draws": draws}
-    chosen |= {"seeds": seeds, **_methods(methods, objectives)}
+    place = _chosen(kind=components, share=share, replay=replay, arms=arms, attacks=None if attacks else ())
+    chosen = _chosen(methods, objectives, draws=draws, seeds=seeds)
+    chosen["planting"] = replace(plan.planting or Planting(), **place)
     if until_decided:
         chosen |= {"looks": Looks.until(cap), "seeds": tuple(range(cap))}
-    plan = replace(plan, **_given(chosen))
+    plan = replace(plan, **chosen)
     loaded = _load(model)
     facts, known = planted_facts(model)
     out = out or Path("runs") / f"study-{Path(model).name}{'-full' * full}"
@@ -455,16 +446,11 @@ def _facts(name: str | None, model: str) -> "tuple[Facts, Facts | None]":
     return source.from_jsonl(name), None
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
+def _chosen(methods: Any = None, objectives: Any = None, **options: Any) -> dict[str, Any]:
+    """The fields of a plan that were given as options."""
+    options["localizers"] = methods and tuple(_method(name, 0) for name in methods)
+    options["objectives"] = objectives and tuple(_objective(name) for name in objectives)
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _methods(methods: "tuple[Method, ...] | None", objectives: "tuple[PlantedObjective, ...] | None") -> dict[str, Any]:
-    """Localizers and objectives of a plan, as far as they are named."""
-    return {
-        "localizers": tuple(_method(name, 0) for name in methods) if methods else None,
-        "objectives": tuple(_objective(name) for name in objectives) if objectives else None,
-    }
 
 
 def _method(name: str, seed: int) -> Any:

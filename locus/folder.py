@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LONG = 60  # letters of a value that is shown whole
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -87,10 +89,10 @@ def enter(out: Path, settings: dict[str, Any], record: dict[str, Any], say: Call
         # A study that ended before its first result, on a mistake in its settings, is started anew.
         if _digest(old) != digest and any((out / "runs").glob("*.json")):
             names = sorted(name for name in {*old, *settings} if old.get(name) != settings.get(name))
-            first = names[0] if names else "hash"
+            said = [f"{name} was {_differs(old.get(name), settings.get(name))}" for name in names[:3]]
+            said += [f"{len(names) - 3} more"] * (len(names) > 3)
             raise ValueError(
-                f"{out} holds a study of other settings ({', '.join(names)}; for instance {first} was "
-                f"{_short(old.get(first))} and is now {_short(settings.get(first))}). Choose another folder with --out "
+                f"{out} holds a study of other settings: {'; '.join(said)}. Choose another folder with --out "
                 f"(out=), go back to those settings, or delete {out} to start again."
             )
         # What an earlier start found out (chosen rates) is found again from the runs, so nothing is lost.
@@ -101,9 +103,19 @@ def enter(out: Path, settings: dict[str, Any], record: dict[str, Any], say: Call
     return folder
 
 
+def _differs(old: Any, new: Any) -> str:
+    """The old value and the new one; of long lists their lengths, or the first entry that is another."""
+    if isinstance(old, list) and isinstance(new, list) and max(len(str(old)), len(str(new))) > LONG:
+        if len(old) != len(new):
+            return f"a list of {len(old)} and is now one of {len(new)}"
+        i = next(i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
+        return f"another list of {len(old)}: entry {i} was {_differs(old[i], new[i])}"
+    return f"{_short(old)} and is now {_short(new)}"
+
+
 def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+    return text if len(text) <= LONG else text[: LONG - 1] + "…"
 
 
 @contextmanager

@@ -56,8 +56,8 @@ class Looks:
         numbers = isinstance(self.at, tuple) and self.at and all(map(COUNT.fits, self.at))
         if not numbers or self.at[0] < 3 or any(a >= b for a, b in zip(self.at, self.at[1:], strict=False)):
             raise ValueError(
-                f"Looks got at={self.at!r}; expected growing numbers of seeds, the first one 3 or more, in a tuple, like "
-                "(5, 8, 12)."
+                f"Looks got at={self.at!r}; expected growing numbers of seeds, the first one 3 or more, "
+                "in a tuple, like (5, 8, 12)."
             )
         require(one_of(("obrien-fleming", "pocock")), spending=self.spending)
 

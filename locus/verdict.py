@@ -28,6 +28,7 @@ from scipy import stats
 from locus.paired import ALPHA, Status, compare_paired, judge, n_to_decide, status_of
 from locus.sequential import Looks
 
+WORDS = ("localizer", "objective", "attack")  # columns of a table in which "" says: none
 NEEDED = ("localizer", "objective", "arm", "seed", "draw", "step", "metric", "value")
 SETTING = ("model", "facts", "kind", "budget", "localizer", "objective", "attack")
 # What `contrasts` compares the primary pair of arms in, beside the metric of the verdict.
@@ -88,6 +89,7 @@ def verdict(
     """
     if not bound > 0:
         raise ValueError(f"verdict got bound={bound}; expected a positive difference that counts as none.")
+    table = tidy(table)
     arm = arm or primary_arm(table)
     min_draws = (1 if arm == "oracle" else 5) if min_draws is None else min_draws
     better = _direction(metric, better)
@@ -124,6 +126,12 @@ def verdict(
     return Verdict(rows, sentence, metric, bound, arm, control, looks, status)
 
 
+def tidy(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with "" where it names no localizer, objective or attack, which comes back from a CSV file as NaN."""
+    words = [name for name in WORDS if name in table.columns]
+    return table.assign(**{name: table[name].astype(object).where(table[name].notna(), "") for name in words})
+
+
 def primary_arm(table: pd.DataFrame) -> str:
     """The arm that a table is about: "oracle" in a controlled study, else "top"."""
     return "oracle" if "arm" in table.columns and (table.arm == "oracle").any() else "top"
@@ -137,6 +145,7 @@ def contrasts(table: pd.DataFrame, *, metric: str = "aues", control: str = "rand
 
     Columns: arm, control, metric, the settings, n, draws, difference, sd, low95, high95
     """
+    table = tidy(table)
     arm = primary_arm(table)
     arms = [name for name in table.arm.unique() if name not in (arm, control, "top")]
     wanted = [(arm, other, metric) for other in arms]
@@ -186,8 +195,8 @@ def _pairs(table: pd.DataFrame, metric: str, arm: str, control: str) -> tuple[pd
     if rows.empty:
         known = ", ".join(sorted(table.metric[table.step == -1].astype(str).unique())) or "none"
         raise ValueError(f"verdict: no row has metric {metric!r} and step -1; metrics of whole runs here: {known}.")
-    if "attack" in rows and (rows.attack.fillna("") == "").any():
-        rows = rows[rows.attack.fillna("") == ""]
+    if "attack" in rows and (rows.attack == "").any():
+        rows = rows[rows.attack == ""]
     setting = [name for name in SETTING if name in table.columns]
     mine, others = rows[rows.arm == arm], rows[rows.arm == control]
     if mine.empty or others.empty:
@@ -221,7 +230,7 @@ def _pairs(table: pd.DataFrame, metric: str, arm: str, control: str) -> tuple[pd
 
 def _unset(others: pd.DataFrame, mine: pd.DataFrame, key: Sequence[str]) -> list[str]:
     """Settings that the control lacks: localizer (kind, all, none), objective (none), kind and budget."""
-    free = [name for name in ("localizer", "objective") if name in key and (others[name].fillna("") == "").all()]
+    free = [name for name in ("localizer", "objective") if name in key and (others[name] == "").all()]
     disjoint = [n for n in ("kind", "budget") if n in key and not set(others[n].dropna()) & set(mine[n].dropna())]
     return free + (disjoint if "localizer" in free else [])
 

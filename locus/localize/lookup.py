@@ -72,7 +72,7 @@ class FactLookup:
         above = (heads.layers > 0).nonzero().flatten()
         if not len(above):
             raise ValueError("fact lookup needs a model of at least two layers: it ranks the MLPs below some heads")
-        count = min(10, max(1, len(above) // 40)) if self.heads is None else self.heads
+        count = self.heads or min(10, max(1, len(above) // 40))
         order = effects.mean(0).abs().cpu()[above].argsort(descending=True, stable=True)
         return tuple(heads[i] for i in above[order[:count]].tolist())
 

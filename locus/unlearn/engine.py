@@ -98,7 +98,7 @@ def unlearn(
         ValueError: the mask or the split does not fit; an argument has no meaning.
     """
     optimizer = AdamW() if optimizer is None else optimizer
-    _check(split, objective, steps, batch_size, accumulate, clip, floor, seed)
+    _check(split, objective, optimizer, steps, batch_size, accumulate, clip, floor, seed, checkpoints)
     steps, accumulate, seed = int(steps), int(accumulate), int(seed)  # of numpy's, torch and JSON take none
     if not isinstance(mask, Mask | ParameterMask):
         raise ValueError(f"mask is a {type(mask).__name__}; give a Mask or ParameterMask.from_tensors(…, model)")
@@ -106,7 +106,7 @@ def unlearn(
     found = leaves(model, parameter_mask)
     state, before = model.state, _outside(model, parameter_mask)
     generator = torch.Generator().manual_seed(seed)
-    size = int(min(batch_size or len(split.forget), len(split.forget)))
+    size = len(split.forget) if batch_size is None else min(int(batch_size), len(split.forget))
     forget = schedule(len(split.forget), size, steps * accumulate, generator)
     n_retain = len(split.retain) if objective.retain_weight or floor is not None else 0
     retain = schedule(n_retain, size, steps * accumulate, generator)
@@ -452,12 +452,14 @@ def _prove(model: Any, mask: ParameterMask, values: dict[str, Entries], before: 
 def _check(
     split: Any,
     objective: Any,
+    optimizer: Any,
     steps: int,
     batch_size: int | None,
     accumulate: int,
     clip: float | None,
     floor: float | None,
     seed: int,
+    checkpoints: Collection[int],
 ) -> None:
     for name, value in (
         ("steps", steps),
@@ -471,8 +473,12 @@ def _check(
             raise ValueError(f"{name} must be a whole number, not {value!r}")
     if not isinstance(split, FactSplit):
         raise ValueError(f"split is a {type(split).__name__}; give a FactSplit: facts.split(forget=…, seed=0)")
-    if not isinstance(seed, Integral):
-        raise ValueError(f"seed must be a whole number, not {seed!r}")
+    if not isinstance(seed, Integral) or seed < 0:
+        raise ValueError(f"seed must be a whole number, 0 or above, not {seed!r}")
+    if beyond := [step for step in checkpoints if not isinstance(step, Integral) or not 0 <= step <= steps]:
+        raise ValueError(f"checkpoints must be whole numbers from 0 to steps={steps}, not {beyond[0]!r}")
+    if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):
+        raise ValueError(f"{optimizer!r} is not an optimizer of locus; give one, e.g. locus.AdamW(lr=1e-4)")
     if torch.is_inference_mode_enabled():
         raise ValueError("unlearning needs gradients, which torch.inference_mode() forbids: leave that block first")
     if floor is not None and not 0 <= floor <= 1:

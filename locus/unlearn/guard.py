@@ -215,6 +215,11 @@ def _parameters(model: Any) -> dict[str, nn.Parameter]:
 
 def _guarded(model: Any, mask: Any) -> list[_Guarded]:
     """Every parameter once, with the part of it that may change."""
+    if not isinstance(model, nn.Module) and not hasattr(model, "bridge"):
+        raise ValueError(
+            f"guard got {model!r} as model; give the model itself: a Hugging Face model, any nn.Module, or a "
+            'HookedModel, e.g. locus.load("tiny")'
+        )
     _refuse_adapters(_module(model))
     if hasattr(mask, "materialize"):
         if isinstance(model, nn.Module):
