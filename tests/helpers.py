@@ -138,3 +138,11 @@ def localizers() -> dict[str, Any]:
 
 
 LOCALIZERS = tuple(localizers())
+
+
+def as_users(kind, /, **fields):
+    """A frozen dataclass as users make it, whose types nothing checks before its own `__post_init__` does."""
+    made = object.__new__(kind)
+    made.__dict__.update(vars(kind()) | fields)
+    made.__post_init__()
+    return made

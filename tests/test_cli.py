@@ -13,12 +13,12 @@ from typing import get_args
 
 import pandas as pd
 import pytest
-from small import facts, model
+from small import facts, model, unknown
 
 import locus
 from locus import cli, plans
 from locus.localize import METHODS, AttributionPatching, name_of
-from locus.runs import Plan
+from locus.plans import Plan
 
 # What a log or a pipe should not hold: escapes, carriage returns, boxes and bars.
 CONTROLS = re.compile("[\x1b\r\u2500-\u259f]")
@@ -194,6 +194,18 @@ def test_mistakes_are_refused_before_any_work(monkeypatch, capsys, tmp_path):
         (("localize", "tiny", "--top", "-1"), "--top"),
         (("localize", "tiny", "--sample", "-2"), "--sample"),
         (("localize", "tiny", "--out", __file__), "name of a folder"),
+        (("compare", "--draws", "0"), "draws must be an int, 1 or more; got 0"),
+        (("compare", "--budget", "0"), "budget must be a fraction in (0, 1]; got 0.0"),
+        (("compare", "--seeds", "1", "1"), "Seeds must differ"),
+        (("compare", "--seeds", "-1"), "seeds must be a tuple of ints, 0 or more"),
+        (("compare", "--components", "head", "--methods", "activations"), "does not score components of kind 'head'"),
+        (("study", "--draws", "0"), "draws must be an int, 1 or more; got 0"),
+        (("study", "--share", "0"), "share must be a fraction in (0, 1]"),
+        (("study", "--until-decided", "--cap", "0"), "growing numbers of seeds"),
+        (("inj", "--sentences", "-3"), "sentences must be an int, 1 or more; got -3"),
+        (("inj", "--seed", "-1"), "seed must be an int, 0 or more; got -1"),
+        (("inj", "--r", "0"), "r must be a fraction in (0, 1]"),
+        (("inj", "--steps", "0"), "steps must be an int, 1 or more"),
     ):
         code, out, err = run(capsys, *words)
         assert code == 2 and out == "" and said in err and err.count("\n") == 1, words
@@ -211,6 +223,16 @@ def test_a_diverged_update_is_not_saved(small, capsys, tmp_path):
     edit = tmp_path / "edit"
     code, _, err = run(capsys, *"unlearn tiny --forget 4 --steps 5 --lr 1e20 --budget 0.2 --out".split(), str(edit))
     assert code == 1 and "diverged" in err and "smaller --lr" in err and not edit.exists()
+
+
+def test_inj_says_how_many_sentences_were_not_learned(monkeypatch, small, capsys, tmp_path):
+    monkeypatch.setattr(import_module("locus.inj"), "sentences", lambda model, n, seed: unknown(n))
+    monkeypatch.setattr(plans, "planted_facts", lambda model: (unknown(), facts()))
+    words = "inj --r 0.3 --steps 1 --methods random --out".split()
+    code, out, _ = run(capsys, *words, str(tmp_path / "run"), "--sentences", "1")
+    assert code == 0 and "\n2 of 2 were not learned: their recall is of a place where the sentence is not.\n" in out
+    code, _, err = run(capsys, *words, str(tmp_path / "run"), "--sentences", "3")
+    assert code == 2 and "sentences was a list of 2 and is now one of 6" in err and len(err) < 500
 
 
 def test_compare_and_report(monkeypatch, capsys, tmp_path):

@@ -597,6 +597,10 @@ def test_what_has_no_meaning_is_refused(split):
         (dict(objective=NPO), "not an objective"),
         (dict(steps=0), "steps must be above 0"),
         (dict(clip=math.nan), "clip must be above 0"),
+        (dict(optimizer=AdamW), r"not an optimizer of locus; give one, e.g. locus.AdamW\(lr=1e-4\)"),
+        (dict(seed=-1), "seed must be a whole number, 0 or above, not -1"),
+        (dict(checkpoints=[0, 99]), "checkpoints must be whole numbers from 0 to steps=1, not 99"),
+        (dict(checkpoints=[-1]), "checkpoints must be whole numbers from 0"),
     ]
     for change, says in cases:
         with pytest.raises(ValueError, match=says):

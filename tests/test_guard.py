@@ -298,6 +298,8 @@ def refused(change):
         module.weight = torch.nn.Parameter(module.weight.data.to(torch.int8), requires_grad=False)
     elif change == "a mask for an optimizer":
         optimizer = masks
+    elif change == "a name":
+        model = "tiny"
     return model, optimizer, masks
 
 
@@ -310,6 +312,7 @@ def refused(change):
         ("empty", "selects nothing"),
         ("other optimizer", "holds none of the masked parameters"),
         ("quantized", "quantized"),
+        ("a name", "guard got 'tiny' as model; give the model itself"),
         ("a mask for an optimizer", "torch optimizer, a Trainer, or None"),
     ],
 )

@@ -2,12 +2,13 @@
 
 import math
 
+import pandas as pd
 import pytest
 import torch
 from small import model as small_model
 from small import unknown
 
-from locus import IntegratedGradients, Knockout, Random, load
+from locus import FactLookup, IntegratedGradients, Knockout, Random, load
 from locus.components import Component, Components
 from locus.facts import Facts, biographies, encode
 from locus.inj import inj, sentences, summary, top_share, whole_sentence, write_sentence
@@ -111,6 +112,37 @@ def test_a_sentence_that_is_not_learned_is_said(model):
     chat = Facts([f.__class__(**{**f.__dict__, "chat_template": True}) for f in unknown(2)])
     with pytest.raises(ValueError, match="chat"):
         write_sentence(model, chat[0], Mask.random(model.components("value"), budget=0.1))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        *(({"r": r}, "r must be a fraction in") for r in (0.0, 1.5, math.nan)),
+        *(({"ks": ks}, "ks must be a tuple of shares in") for ks in ([-1.0, 5.0], [math.nan], [], (0.1, 2.0))),
+        *(({"lr": x}, "lr must be a finite number above 0") for x in (0.0, -1.0, math.nan)),
+        *(({"loss": x}, "loss must be a finite number above 0") for x in (0.0, math.nan)),
+        ({"steps": 0}, "steps must be an int, 1 or more; got 0"),
+        ({"seed": -1}, "seed must be an int, 0 or more; got -1"),
+        ({"localizers": []}, "ranks localizers and got none"),
+        ({"localizers": [Random]}, r"give an instance, Random\(\)"),
+        ({"localizers": "random"}, "give a tuple"),
+        ({"localizers": [FactLookup()]}, "FactLookup does not score components of kind 'value'"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_before_a_file_is_made(model, tmp_path, wrong, said):
+    with pytest.raises(ValueError, match=said):
+        inj(model, unknown(1), **{"localizers": (Random(),), "out": tmp_path / "run", "progress": False, **wrong})
+    assert not (tmp_path / "run").exists()
+    for n in (-3, 0):
+        with pytest.raises(ValueError, match=f"n must be an int, 1 or more; got {n}"):
+            sentences(model, n)
+
+
+def test_summary_counts_what_was_learned_and_stays_in_range():
+    rows = {"localizer": "A", "scope": "layer", "k": 0.1, "chance": 0.1}
+    table = pd.DataFrame([rows | {"recall": x, "status": s} for x, s in ((1, "finished"), (0, "not learned"))])
+    found = summary(table).iloc[0]
+    assert (found.n, found.learned, found.recall, found.low, found.high) == (2, 1, 0.5, 0, 1)
 
 
 def test_tiny_gets_sentences_about_people_it_does_not_know():

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from helpers import as_users
 from scipy import stats
 
 from locus.sequential import Looks, levels, spent
@@ -67,10 +68,13 @@ def test_looks_up_to_a_cap():
 
 
 def test_plans_that_are_none():
-    for at in ((), (2, 5), (5, 5), (8, 5)):
+    for at in ((), (2, 5), (5, 5), (8, 5), 5, [5, 8], (3, np.nan), (3, 5.5), "58"):
         with pytest.raises(ValueError, match="growing numbers of seeds, the first one 3 or more"):
-            Looks(at)
-    with pytest.raises(ValueError, match='expected "obrien-fleming" or "pocock"'):
+            as_users(Looks, at=at)
+    with pytest.raises(ValueError, match="spending must be one of obrien-fleming, pocock; got 'linear'"):
         Looks(spending="linear")
     with pytest.raises(ValueError, match="and the table has 21. Alpha is used up at 20"):
         Looks().level(21, 0.05)
+    for alpha in (0.0, 1.0, -0.1, np.nan):
+        with pytest.raises(ValueError, match="alpha must be a fraction in"):
+            Looks().level(5, alpha)

@@ -1,6 +1,7 @@
 """A study can be stopped anywhere, ends in the same table, and its numbers follow from its trajectories."""
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -13,19 +14,21 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from helpers import as_users
 from small import facts, model, unknown
 
 from locus import runs, study
-from locus.attacks import FullRelearn, Paraphrase
+from locus.attacks import FullRelearn, LoRARelearn, Paraphrase
 from locus.controlled import prepare
 from locus.evaluate import DIRECTION, aues
 from locus.folder import Folder
-from locus.localize import AttributionPatching
+from locus.localize import Activations, AttributionPatching
+from locus.plans import Plan, Planting
 from locus.progress import Progress
-from locus.runs import Plan, Planting, Run
+from locus.runs import Run
 from locus.sequential import Looks
 from locus.study import compare
-from locus.unlearn import MatchMLP
+from locus.unlearn import NPO, MatchMLP
 
 PLAN = Plan(
     localizers=(AttributionPatching(),),
@@ -211,7 +214,7 @@ def test_killed_at_any_moment(done, tmp_path):
 
 def test_a_folder_of_other_settings_is_refused(done, tmp_path):
     out, _ = done
-    with pytest.raises(ValueError, match=r"other settings \(steps; .*was 4 and is now 6.*--out"):
+    with pytest.raises(ValueError, match=r"other settings: steps was 4 and is now 6\. .*--out"):
         run(out, replace(PLAN, steps=6))
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds no study"):
@@ -369,22 +372,79 @@ def test_a_plan_that_names_match_mlp_matches_the_retained_model_of_each_seed(con
         replace(PLAN, objectives=(MatchMLP(),))
 
 
-def test_plan_refuses_what_cannot_be():
-    for wrong in (
-        {"seeds": ()},
-        {"seeds": (1, 1)},
-        {"seeds": (1000,)},
-        {"rates": (("masked", (1e-3,)),)},
-        {"looks": Looks((3, 5)), "seeds": (0, 1, 2)},
-        {"draws": 0},
-        {"budget": 1.5},
-        {"objectives": (MatchMLP,), "planting": Planting()},
-    ):
-        with pytest.raises(ValueError):
-            Plan(**wrong)
-    for wrong in ({"arms": ("oracle",)}, {"arms": ("oracle", "random", "elsewhere")}):
-        with pytest.raises(ValueError):
-            Planting(**wrong)
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"seeds": ()}, "seeds must be a tuple of ints"),
+        ({"seeds": 2}, "seeds must be a tuple of ints"),
+        ({"seeds": (True,)}, "seeds must be a tuple of ints"),
+        ({"seeds": (-1, 0.5)}, "seeds must be a tuple of ints"),
+        ({"seeds": (1, 1)}, "Seeds must differ"),
+        ({"seeds": (1000,)}, "from tuning_seed=1000"),
+        *(({"rates": rates}, "rates must be a grid") for rates in (5, (), (("masked", (1e-3,)),), {"masked": 1e-3})),
+        *(({"rates": (*PLAN.rates[:2], ("all", (x,)))}, "rates must be a grid") for x in (0, -1e-3, math.nan, "1")),
+        ({"looks": Looks((3, 5)), "seeds": (0, 1, 2)}, "need as many seeds"),
+        ({"looks": (3, 5)}, r"looks must be a Looks, like Looks\(\(5, 8, 12\)\), or None; got \(3, 5\)"),
+        ({"looks": Looks}, "looks must be a Looks"),
+        ({"planting": Planting}, r"planting must be a Planting, like Planting\(\), or None; got <class"),
+        *(
+            ({name: x}, f"{name} must be an int, 1")
+            for name in ("draws", "steps", "scan_steps")
+            for x in (0, 1.5, True)
+        ),
+        *(({name: 0}, f"{name} must be an int, 1 or more, or None; got 0") for name in ("batch_size", "scan_layers")),
+        *(({name: -1}, f"{name} must be an int, 0 or more; got -1") for name in ("dense", "extend", "tuning_seed")),
+        *(({"budget": x}, "budget must be a fraction in") for x in (0, 1.5, math.nan)),
+        *(({n: x}, f"{n} must be a finite number above 0") for n in ("bound", "scan_rate") for x in (0, -1, math.nan)),
+        *(({"near": x}, "near must be a finite number, 0 or more") for x in (-0.1, math.nan)),
+        ({"strength": "xx"}, "strength must be one of extraction, probability; got 'xx'"),
+        ({"kind": "neurons"}, "kind must be one of head, kv, neuron"),
+        ({"localizers": AttributionPatching()}, r"give a tuple, like \(AttributionPatching\(\),\)"),
+        ({"localizers": ("relp",)}, r"objects like AttributionPatching\(\); got 'relp'"),
+        ({"localizers": ()}, "at least one of its localizers"),
+        ({"localizers": (AttributionPatching(),) * 2}, "given twice"),
+        ({"localizers": (Activations(),), "kind": "head"}, "Activations does not score components of kind 'head'"),
+        ({"planting": Planting(kind="weight")}, "AttributionPatching scores no single weights"),
+        ({"objectives": NPO()}, r"give a tuple, like \(NPO\(\),\)"),
+        ({"objectives": (MatchMLP,), "planting": Planting()}, r"give an instance, MatchMLP\(\)"),
+    ],
+)
+def test_plan_refuses_what_cannot_be(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        as_users(Plan, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"arms": ("oracle",)}, "needs both arms"),
+        ({"arms": ("oracle", "random", "elsewhere")}, "some of oracle, random, .*elsewhere"),
+        ({"arms": "oracle"}, "some of oracle, random"),
+        ({"attacked": ("top",), "arms": ("oracle", "random")}, r"the edited arms, \('oracle', 'random'\); got \('top'"),
+        ({"attacked": ("revert",)}, "edited arms"),
+        ({"attacks": (LoRARelearn,)}, r"give an instance, LoRARelearn\(\)"),
+        ({"attacks": FullRelearn()}, "give a tuple"),
+        *(
+            ({"attacked_objectives": x}, "attacked_objectives must be an int, 1 or more, or None")
+            for x in (0, -1, True)
+        ),
+        *(({name: x}, f"{name} must be a fraction") for name in ("share", "strength") for x in (0, 1.1, math.nan)),
+        ({"kind": "neurons"}, "kind must be one of head, .*weight; got 'neurons'"),
+    ],
+)
+def test_planting_refuses_what_cannot_be(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        as_users(Planting, **wrong)
+
+
+def test_jobs_are_checked_before_a_file_is_made(tmp_path):
+    for jobs in (0, -1):
+        with pytest.raises(ValueError, match="jobs must be an int, 1 or more, or None"):
+            run(tmp_path / "run", jobs=jobs)
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_and_files():
     assert Plan(steps=10, dense=3, every=4).checkpoints == [0, 1, 2, 3, 7, 10]
     assert Plan(steps=2, dense=5).checkpoints == [0, 1, 2]
     assert Run("compare", 3, "NPO", "random", "Activations()", 2, 1e-3).file == (

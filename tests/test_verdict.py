@@ -203,6 +203,15 @@ def test_attacked_runs_are_left_out():
     assert back.rows.difference.to_list() == pytest.approx([0.135] * 3) and "NPO attack any is worse" in back.sentence
 
 
+def test_a_table_that_was_written_as_csv_is_judged_alike(tmp_path):
+    for frame in (synthetic_study({"NPO": standard(0.05, 0.02, 8)}), table({("A", "NPO"): standard(0, 0.01, 6)})):
+        frame.to_csv(tmp_path / "table.csv", index=False)
+        read = pd.read_csv(tmp_path / "table.csv")
+        assert read.localizer.isna().any()
+        assert verdict(read).sentence == verdict(frame).sentence and "nan" not in repr(verdict(read))
+        pd.testing.assert_frame_equal(contrasts(read), contrasts(frame), check_dtype=False)
+
+
 def test_secondary_contrasts_are_described():
     frame = synthetic_study({"NPO": standard(0.05, 0.02, 8), "WGA": standard(0.0, 0.02, 8)})
     rows = contrasts(frame)
