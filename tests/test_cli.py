@@ -229,10 +229,10 @@ def test_inj_says_how_many_sentences_were_not_learned(monkeypatch, small, capsys
     monkeypatch.setattr(import_module("locus.inj"), "sentences", lambda model, n, seed: unknown(n))
     monkeypatch.setattr(plans, "planted_facts", lambda model: (unknown(), facts()))
     words = "inj --r 0.3 --steps 1 --methods random --out".split()
-    code, out, _ = run(capsys, *words, str(tmp_path / "run"), "--sentences", "1")
-    assert code == 0 and "\n2 of 2 were not learned: their recall is of a place where the sentence is not.\n" in out
+    code, out, _ = run(capsys, *words, str(tmp_path / "run"), "--sentences", "2")
+    assert code == 0 and "\n4 of 4 were not learned: their recall is of a place where the sentence is not.\n" in out
     code, _, err = run(capsys, *words, str(tmp_path / "run"), "--sentences", "3")
-    assert code == 2 and "sentences was a list of 2 and is now one of 6" in err and len(err) < 500
+    assert code == 2 and "sentences was a list of 4 and is now one of 6" in err and len(err) < 500
 
 
 def test_compare_and_report(monkeypatch, capsys, tmp_path):
