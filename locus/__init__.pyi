@@ -63,9 +63,9 @@ from locus.metrics import probability as probability
 from locus.models import HookedModel as HookedModel
 from locus.models import load as load
 from locus.models import wrap as wrap
+from locus.plans import Plan as Plan
+from locus.plans import Planting as Planting
 from locus.report import report as report
-from locus.runs import Plan as Plan
-from locus.runs import Planting as Planting
 from locus.scores import Scores as Scores
 from locus.sequential import Looks as Looks
 from locus.study import compare as compare
