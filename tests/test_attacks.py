@@ -188,6 +188,8 @@ def test_settings_without_meaning_are_refused(kind, wrong):
         kind(**wrong)
     with pytest.raises(ValueError, match="rank"):
         LoRARelearn(rank=0)
+    with pytest.raises(ValueError, match=f"got the class {kind.__name__}; give an instance"):
+        locus.attack(model(), facts().split(forget=6), attacks=[kind])
     with pytest.raises(ValueError, match="every"):
         relearn(model(), None, facts().split(forget=6), every=0)
 

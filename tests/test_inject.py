@@ -120,6 +120,14 @@ def test_a_stage_is_read_back_bit_for_bit(model, split, planted, cache, monkeypa
         plant(model, split, region(model, share=0.3, seed=1), known=small_facts(), cache=cache, **FAST)
 
 
+def test_settings_without_meaning_are_refused(model, split, planted):
+    for wrong in ({"lr": 0.0}, {"lr": float("nan")}, {"steps": 0}, {"every": 0}, {"batch_size": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            Training(**{"lr": 1e-2, "steps": 3} | wrong)
+    with pytest.raises(ValueError, match="strength must be a fraction"):
+        plant(model, split, planted.region, strength=1.5)
+
+
 @pytest.mark.parametrize("harm", ["cut", "flip", "lose", "forge"])
 def test_a_damaged_stage_is_named_and_made_again(model, split, planted, tmp_path, capsys, harm):
     small = {**FAST, "strength": 0.3, "cache": tmp_path}

@@ -293,6 +293,16 @@ def test_what_came_back(controlled):
     assert oracle["forget_strength"] == pytest.approx(1 - 0.6**2)
 
 
+def test_a_table_that_was_written_as_csv_is_drawn_alike(tmp_path):
+    frame = synthetic_study({"NPO": standard(0.03, 0.01, 4)})
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    read = pd.read_csv(tmp_path / "table.csv")
+    for drawn in (charts.areas, charts.tradeoffs):
+        pairs = zip(drawn(read), drawn(frame), strict=True)
+        assert all((a.title, a.caption, a.alt) == (b.title, b.caption, b.alt) for a, b in pairs)
+    assert words(page(read)) == words(page(frame)) and "nan" not in words(page(read))
+
+
 def test_seeds_are_paired_with_their_own_draws():
     frame = synthetic_study(CONTROLLED)
     judged = verdict(frame)
