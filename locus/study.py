@@ -410,7 +410,8 @@ def _settings(model: HookedModel, facts: Facts, other: Facts | None, plan: Plan)
     """All that decides a number of the study, as JSON."""
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     fields |= {name: [repr(method) for method in fields[name]] for name in ("localizers", "objectives")}
-    del fields["seeds"]
+    for name in ("seeds", *(("kind", "budget") if plan.planting else ())):  # the planting has its own
+        del fields[name]
     fields["looks"] = dataclasses.asdict(plan.looks) if plan.looks else None
     if plan.planting:
         fields["planting"] = dataclasses.asdict(plan.planting) | {"attacks": [repr(a) for a in plan.planting.attacks]}
