@@ -284,10 +284,8 @@ def compare(
     plan = replace(comparison_plan(model, full=full), **_chosen(methods, objectives, **options))
     loaded = _load(model)
     known, other = _facts(facts, model)
-    if not out:
-        out = Path("runs") / f"{Path(model).name}-{known.name}{'-full' * full}"
-    table = run(loaded, known, plan, out=out, other=other)
-    print(verdict(table, bound=plan.bound))
+    out = out or Path("runs") / f"{Path(model).name}-{known.name}{'-full' * full}"
+    print(verdict(run(loaded, known, plan, out=out, other=other), bound=plan.bound))
     print(f"Table: {out / 'table.csv'}\nReport: {make_report(out)}")
 
 
@@ -345,9 +343,11 @@ def study(
         raise ValueError("--until-decided takes the seeds 0, 1, … up to --cap; leave --seeds out.")
     require(COUNT.or_none, jobs=jobs)
     plan = planting_plan(model, full=full)
-    place = _chosen(kind=components, share=share, replay=replay, arms=arms, attacks=None if attacks else ())
-    chosen = _chosen(methods, objectives, draws=draws, seeds=seeds)
-    chosen["planting"] = replace(plan.planting or Planting(), **place)
+    given = _chosen(kind=components, share=share, replay=replay, arms=arms, attacks=None if attacks else ())
+    place = replace(plan.planting or Planting(), **given)
+    if methods and not {"top", "bottom"} & set(place.arms):
+        raise ValueError(f"--methods locate for the arms top and bottom; add them: --arms {' '.join(place.arms)} top")
+    chosen = _chosen(methods, objectives, draws=draws, seeds=seeds) | {"planting": place}
     if until_decided:
         chosen |= {"looks": Looks.until(cap), "seeds": tuple(range(cap))}
     plan = replace(plan, **chosen)

@@ -200,6 +200,7 @@ def test_mistakes_are_refused_before_any_work(monkeypatch, capsys, tmp_path):
         (("compare", "--seeds", "-1"), "seeds must be a tuple of ints, 0 or more"),
         (("compare", "--components", "head", "--methods", "activations"), "does not score components of kind 'head'"),
         (("study", "--draws", "0"), "draws must be an int, 1 or more; got 0"),
+        (("study", "--methods", "relp", "--arms", "oracle", "random"), "add them: --arms oracle random top"),
         (("study", "--share", "0"), "share must be a fraction in (0, 1]"),
         (("study", "--until-decided", "--cap", "0"), "growing numbers of seeds"),
         (("inj", "--sentences", "-3"), "sentences must be an int, 1 or more; got -3"),
