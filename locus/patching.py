@@ -81,7 +81,8 @@ def generic_activation_patch(
         seed: of the permutation of prompts, for "resample".
         max_tokens: tokens in one forward pass at the most.
         resume: a file that keeps what is done; the same call goes on from it, to the same numbers bit for bit. It may
-            keep several sweeps: one with another model, prompts, cells, setter, metric or setting is added to it.
+            keep several sweeps: one with another model, prompts, cells, setter, metric or setting is added to it, as is
+            one whose metric holds what has changed since (a list it logs to) or what pickle refuses (an open file).
         progress: show a bar, and time and memory before a sweep that takes long.
 
     Returns:

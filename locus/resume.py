@@ -1,14 +1,15 @@
 """A long computation of many cells that can be interrupted."""
 
 import hashlib
-import inspect
 import os
+import sys
+import sysconfig
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
-from functools import partial
+import weakref
+from collections.abc import ItemsView, Iterable, KeysView, Mapping, ValuesView
+from contextlib import suppress
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,13 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from locus.models import HookedModel
 
 SECONDS = 5.0  # between two saves at least
 FORMAT = {"format": "locus sweeps"}
+LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Partial:
@@ -71,56 +76,106 @@ def _read(path: Path) -> dict[str, Tensor]:
     raise ValueError(f"{path} is no file of an interrupted sweep; give the name of such a file, or of a new one")
 
 
-def digest(part: Any) -> str:
-    """What tells two computations apart: numbers, texts, tensors, dataclasses, and functions by code and variables.
+def digest(part: Any, seen: dict[int, tuple[Any, str]] | None = None) -> str:
+    """What tells two computations apart: all that a part is made of, alike in every process.
 
-    Of other objects only the class counts: what is in them may differ from process to process.
+    Functions by their code, their defaults and the variables that they name; objects by their class and what pickling
+    would keep. Of libraries' functions and classes the code does not count. A part with no such record (an open file,
+    a generator) is never the same again.
     """
-    found = hashlib.sha256()
-    _feed(found.update, part, set())
+    seen = {} if seen is None else seen
+    if id(part) in seen:
+        return seen[id(part)][1]
+    seen[id(part)] = part, "itself"  # the part too, so that no other one gets its id
+    own, inner = _apart(part)
+    digests = [digest(item, seen) for item in inner]
+    found = hashlib.sha256(f"{type(part).__module__}.{type(part).__qualname__} {len(digests)}:".encode())
+    found.update(own)
+    found.update("".join(sorted(digests) if isinstance(part, set | frozenset) else digests).encode())
+    seen[id(part)] = part, found.hexdigest()
     return found.hexdigest()
 
 
-def _feed(update: Callable[[bytes], None], part: Any, seen: set[int]) -> None:
-    inner: Any = ()
+def _apart(part: Any) -> tuple[bytes, Iterable[Any]]:
+    """What a part is by itself, and what it is made of."""
+    if part is None or isinstance(part, bool | int | float | complex | str | bytes):
+        return repr(part).encode(), ()
     if isinstance(part, Tensor):
-        update(f"{part.dtype} {tuple(part.shape)}".encode())
-        update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(part, np.ndarray | np.generic):
-        inner = str(part.dtype), part.shape, part.tolist()
-    elif part is None or isinstance(part, bool | int | float | complex | str | bytes):
-        update(repr(part).encode())
-    elif isinstance(part, Mapping):
-        inner = [item for pair in part.items() for item in pair]
-    elif isinstance(part, list | tuple):
-        inner = part
-    elif isinstance(part, set | frozenset):
-        inner = sorted(map(repr, part))
-    elif isinstance(part, partial):
-        inner = part.func, part.args, part.keywords
-    elif isinstance(part, MethodType):
-        inner = part.__func__, part.__self__
-    elif isinstance(part, CodeType):
-        inner = part.co_code, part.co_consts, part.co_names
-    elif isinstance(part, FunctionType):
-        update(f"{part.__module__}.{part.__qualname__}".encode())
-        inner = () if id(part) in seen else _of_function(part)
-        seen.add(id(part))
-    elif not isinstance(part, type | torch.nn.Module) and id(part) not in seen:
-        seen.add(id(part))
-        if is_dataclass(part) or callable(part):
-            inner = vars(type(part)).get("__call__"), getattr(part, "__dict__", {})
-    update(f"{type(part).__qualname__} {len(inner)}:".encode())
-    for item in inner:
-        _feed(update, item, seen)
+        flat = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return f"{part.dtype} {tuple(part.shape)}".encode() + flat.numpy().tobytes(), ()
+    if isinstance(part, np.ndarray) and not part.dtype.hasobject:
+        return f"{part.dtype} {part.shape}".encode() + part.tobytes(), ()
+    if isinstance(part, ModuleType):
+        return part.__name__.encode(), ()
+    if isinstance(part, FunctionType | type):
+        inner = _of_class(part) if isinstance(part, type) else _of_function(part)
+        return f"{part.__module__}.{part.__qualname__}".encode(), inner
+    if isinstance(part, CodeType):
+        return part.co_code, (part.co_consts, part.co_names)
+    if isinstance(part, MethodType):
+        return b"", (part.__func__, part.__self__)
+    if isinstance(part, weakref.ref):
+        return b"", (part(),)
+    if isinstance(part, HookedModel):
+        return b"", (part.bridge,)
+    if isinstance(part, PreTrainedTokenizerBase):
+        return repr(sorted(part.get_vocab().items())).encode(), ()
+    if isinstance(part, torch.nn.Module):  # not the hooks and caches that libraries set on the way
+        if not _of_library(type(part)):
+            return b"", (type(part), {name: value for name, value in vars(part).items() if "hooks" not in name})
+        return part.extra_repr().encode(), (type(part), part.training, part._parameters, part._buffers, part._modules)
+    if type(part) is dict or isinstance(part, MappingProxyType):
+        return b"", [item for pair in part.items() for item in pair]
+    if type(part) in (list, tuple, set, frozenset) or isinstance(part, KeysView | ValuesView | ItemsView):
+        return b"", part
+    try:
+        kept = part.__reduce_ex__(4)
+    except Exception:  # whatever its class raises
+        return os.urandom(16), ()
+    if isinstance(kept, str):  # by its name; a cached function is its own
+        return kept.encode(), (getattr(part, "__wrapped__", None),)
+    return b"", [*kept[:3], *(list(items or ()) for items in kept[3:5])]
 
 
 def _of_function(function: FunctionType) -> tuple:
-    variables = inspect.getclosurevars(function)
-    # A function of another module is a library's; those beside it are the user's own.
-    named = {
-        name: value
-        for name, value in variables.globals.items()
-        if not isinstance(value, FunctionType) or value.__module__ == function.__module__
+    cells = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # nothing assigned yet
+            cells[name] = cell.cell_contents
+    names = _names(function.__code__)
+    read = {} if _of_library(function) else _variables(names, function.__globals__)
+    return function.__code__, function.__defaults__, function.__kwdefaults__, read, cells, _variables(names, cells)
+
+
+def _names(code: CodeType) -> set[str]:
+    """All names in a function's code, also those of the functions and comprehensions in it."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return {*code.co_names, *code.co_freevars}.union(*inner)
+
+
+def _variables(names: set[str], among: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of these names; of a module, its own variables of these names."""
+    found = {name: among[name] for name in sorted(names) if name in among}
+    return {
+        name: _variables(names - {name}, vars(value))
+        if isinstance(value, ModuleType) and not _of_library(value)
+        else value
+        for name, value in found.items()
     }
-    return function.__code__, function.__defaults__, function.__kwdefaults__, dict(variables.nonlocals), named
+
+
+def _of_class(part: type) -> tuple:
+    if _of_library(part):
+        return ()
+    no_matter = ("__dict__", "__weakref__", "__annotations__", "__doc__", "_abc_impl")
+    plain = {name: value for name, value in vars(part).items() if name not in no_matter}
+    # Of properties, static methods and class methods, the function.
+    parts = {n: getattr(v, "fget", None) or getattr(v, "__func__", v) for n, v in plain.items()}
+    return part.__bases__, parts
+
+
+def _of_library(part: Any) -> bool:
+    name = part.__name__ if isinstance(part, ModuleType) else part.__module__
+    module = sys.modules.get(name)
+    path = getattr(module, "__file__", None)
+    return name != "__main__" and (path is None or path.startswith(LIBRARIES) or name.startswith("locus."))

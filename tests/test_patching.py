@@ -15,6 +15,7 @@ from locus import hooks, patching
 from locus.checked import packs
 from locus.models import wrap
 from locus.reads import positions_read
+from locus.resume import Partial
 from locus.sweeps import ablated
 
 SWEEPS = [
@@ -570,18 +571,20 @@ def test_an_interrupted_sweep_goes_on_to_the_same_numbers(tmp_path, monkeypatch)
     model = wrap(ARCHITECTURES["llama"]().float(), tokenizer(), "llama")
     clean, corrupted = pair()
     monkeypatch.setattr("locus.resume.SECONDS", 0.0)
-    state = SimpleNamespace(calls=0, stop=None)
+    put, state = Partial.put, SimpleNamespace(calls=0, stop=None)
 
-    def metric(logits):
-        state.calls += 1
+    def counted(*args):
         if state.calls == state.stop:
             raise KeyboardInterrupt
-        return last_difference(logits)
+        state.calls += 1
+        put(*args)
+
+    monkeypatch.setattr(Partial, "put", counted)
 
     def sweep(path, tokens=clean):
         state.calls = 0
         return patching.get_act_patch_resid_pre(
-            model, corrupted, tokens, metric, resume=path, max_tokens=20, progress=False
+            model, corrupted, tokens, last_difference, resume=path, max_tokens=20, progress=False
         )
 
     path = tmp_path / "sweep.safetensors"
@@ -594,7 +597,7 @@ def test_an_interrupted_sweep_goes_on_to_the_same_numbers(tmp_path, monkeypatch)
     assert torch.equal(sweep(path), whole) and state.calls < every - 4
     other = sweep(path, clean + 1)  # beside the first one, in the same file
     assert torch.equal(other, sweep(None, clean + 1)) and not torch.equal(other, whole)
-    assert torch.equal(sweep(path), whole) and state.calls < every - 4
+    assert torch.equal(sweep(path), whole) and state.calls == 0
     assert [f.name for f in tmp_path.iterdir()] == [path.name]
 
 
@@ -644,9 +647,9 @@ def test_a_kept_sweep_is_taken_for_no_other_one(llama, tmp_path):
     ]
     path = tmp_path / "kept"
     for options in sweeps:
-        results = [sweep(None, **options), sweep(path, **options)]
-        expected, found = (x if isinstance(x, torch.Tensor) else x.values for x in results)
-        assert torch.equal(found, expected), options
+        results = [sweep(None, **options), sweep(path, **options), sweep(path, **options)]
+        expected, found, again = (x if isinstance(x, torch.Tensor) else x.values for x in results)
+        assert torch.equal(found, expected) and torch.equal(again, expected), options
     with safe_open(path, framework="pt") as file:
         assert len(file.keys()) == 2 * len(sweeps)
     for every in (patching.get_act_patch_block_every, patching.get_act_patch_attn_head_all_pos_every):
