@@ -1,6 +1,6 @@
 """Cells of a patching sweep: from TransformerLens' setters and indices to the rows of `locus.sweeps`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,11 @@ def _source(recorded: hooks.Trace, clean_cache: Any, names: list[str], attention
 def masks(
     positions: Sequence[Sequence[int]] | Bool[Tensor, "set batch pos"], tokens: Int[Tensor, "batch pos"]
 ) -> Bool[Tensor, "set batch pos"]:
-    if len(positions) == 0:
-        raise ValueError("positions is empty; give at least one set of positions, or leave it out")
+    if isinstance(positions, np.ndarray):
+        positions = torch.as_tensor(positions)
+    sets = [] if isinstance(positions, str) or not hasattr(positions, "__len__") else list(positions)
+    if not sets:
+        raise ValueError(f"positions must be at least one set of positions, like [[0, 1], [2]]; got {positions!r}")
     if isinstance(positions, Tensor):
         if positions.dtype != torch.bool or positions.shape[1:] != tokens.shape:
             raise ValueError(
@@ -146,17 +149,20 @@ def masks(
                 f"{str(positions.dtype).removeprefix('torch.')} {list(positions.shape)}"
             )
         return positions.to(tokens.device)
-    masks = torch.zeros(len(positions), *tokens.shape, dtype=torch.bool, device=tokens.device)
-    for mask, chosen in zip(masks, positions, strict=True):
+    masks = torch.zeros(len(sets), *tokens.shape, dtype=torch.bool, device=tokens.device)
+    for mask, given in zip(masks, sets, strict=True):
+        chosen = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+        if not isinstance(chosen, Collection) or isinstance(chosen, str):
+            raise ValueError(f"each set of positions is several, like [[0, 1], [2]]; got {given!r}")
         check_range("positions", chosen, -tokens.shape[1], tokens.shape[1])
         mask[:, list(chosen)] = True
     return masks
 
 
-def check_range(name: str, values: Sequence[int], low: int, high: int) -> None:
+def check_range(name: str, values: Collection[Any], low: int, high: int) -> None:
     """Raises: ValueError: a value is no whole number from `low` to below `high`."""
     for value in values:
-        if not isinstance(value, int | np.integer) or not low <= value < high:
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value < high:
             raise ValueError(f"{name} are whole numbers from {low} to {high - 1} here, got {value!r}")
 
 

@@ -17,6 +17,8 @@ if not (sys.stdout.isatty() and sys.stderr.isatty()):
 import tyro
 from tyro.conf import Positional
 
+from locus.require import COUNT, NUMBER, SHARE, require
+
 if TYPE_CHECKING:
     from locus.facts import Facts
     from locus.models import HookedModel
@@ -55,7 +57,7 @@ PlantedObjective = ObjectiveName | Literal["match-mlp"]
 RegionKind = Literal["value", "neuron", "head", "weight"]
 Arm = Literal["oracle", "random", "random-uniform", "complement", "kind", "all", "top", "bottom", "revert"]
 Model = Annotated[str, tyro.conf.arg(metavar="MODEL", help='"tiny", "smollm2", a directory or a hub name.')]
-
+CAP = 20  # seeds
 T = TypeVar("T")
 Fitting = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: fits the model)")]
 
@@ -144,9 +146,7 @@ def localize(
             raise ValueError(f"{option} must be {least} or more, got {value}.")
     if sample == 1:
         raise ValueError("--sample must be 2 or more, to be compared, or 0 for no check; got 1.")
-    out = out or Path("runs") / f"localize-{Path(model).name}-{components}-{method}"
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; --out takes the name of a folder.")
+    out = _folder(out, f"localize-{Path(model).name}-{components}-{method}")
     chosen = _method(method, seed)
     if components not in chosen.KINDS:
         raise ValueError(f"{method} does not score --components {components}; take {', '.join(chosen.KINDS)}.")
@@ -205,6 +205,7 @@ def unlearn(
     from locus.evaluate import evaluate
     from locus.localize import given
 
+    require(COUNT, steps=steps, forget=forget)
     optimizer = locus.AdamW(lr=lr)
     for option, folder in (("--out", out), ("--save-model", save_model)):
         if folder and folder.exists():
@@ -282,10 +283,9 @@ def compare(
 
     options = {"seeds": seeds, "kind": components, "budget": budget, "draws": draws, "steps": steps, "forget": forget}
     plan = replace(comparison_plan(model, full=full), **_chosen(methods, objectives, **options))
-    loaded = _load(model)
     known, other = _facts(facts, model)
-    out = out or Path("runs") / f"{Path(model).name}-{known.name}{'-full' * full}"
-    print(verdict(run(loaded, known, plan, out=out, other=other), bound=plan.bound))
+    out = _folder(out, f"{Path(model).name}-{known.name}{'-full' * full}")
+    print(verdict(run(_load(model), known, plan, out=out, other=other), bound=plan.bound))
     print(f"Table: {out / 'table.csv'}\nReport: {make_report(out)}")
 
 
@@ -295,7 +295,7 @@ def study(
     full: bool = False,
     seeds: Fitting[tuple[int, ...]] = None,
     until_decided: bool = False,
-    cap: int = 20,
+    cap: int = CAP,
     objectives: Fitting[tuple[PlantedObjective, ...]] = None,
     methods: Fitting[tuple[Method, ...]] = None,
     components: Fitting[RegionKind] = None,
@@ -334,11 +334,12 @@ def study(
     """
     from locus.plans import Planting, planted_facts, planting_plan
     from locus.report import report as make_report
-    from locus.require import COUNT, require
     from locus.sequential import Looks
     from locus.study import compare as run
     from locus.verdict import verdict
 
+    if cap != CAP and not until_decided:
+        raise ValueError("--cap goes with --until-decided; add it, or leave --cap out.")
     if until_decided and seeds is not None:
         raise ValueError("--until-decided takes the seeds 0, 1, … up to --cap; leave --seeds out.")
     require(COUNT.or_none, jobs=jobs)
@@ -351,10 +352,9 @@ def study(
     if until_decided:
         chosen |= {"looks": Looks.until(cap), "seeds": tuple(range(cap))}
     plan = replace(plan, **chosen)
-    loaded = _load(model)
     facts, known = planted_facts(model)
-    out = out or Path("runs") / f"study-{Path(model).name}{'-full' * full}"
-    table = run(loaded, facts, plan, out=out, other=known, jobs=jobs)
+    out = _folder(out, f"study-{Path(model).name}{'-full' * full}")
+    table = run(_load(model), facts, plan, out=out, other=known, jobs=jobs)
     print(verdict(table, bound=plan.bound, looks=plan.looks))
     print(f"Table: {out / 'table.csv'}\nReport: {make_report(out)}")
 
@@ -388,14 +388,13 @@ def inj(
     from locus.folder import write
     from locus.localize import given
     from locus.plans import planted_facts
-    from locus.require import COUNT, NUMBER, SHARE, require
 
     require(COUNT, sentences=sentences, steps=steps)
     require(NUMBER, seed=seed)
     require(SHARE, r=r)
+    out = _folder(out, f"inj-{Path(model).name}-{r:g}")
     loaded = _load(model)
     facts = benchmark.sentences(loaded, sentences, seed=seed)
-    out = out or Path("runs") / f"inj-{Path(model).name}-{r:g}"
     kept = planted_facts(model)[1].known_by(loaded)[:20]
     chosen = [given(_method(name, seed), kept) for name in methods]
     table = benchmark.inj(loaded, facts, chosen, r=r, steps=steps, seed=seed, out=out)
@@ -430,6 +429,13 @@ def _load(name: str) -> "HookedModel":
     if not lively():
         logging.disable_progress_bar()  # of loading weights
     return load(name)
+
+
+def _folder(out: Path | None, name: str) -> Path:
+    out = out or Path("runs") / name
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; --out takes the name of a folder.")
+    return out
 
 
 def _facts(name: str | None, model: str) -> "tuple[Facts, Facts | None]":
@@ -467,14 +473,8 @@ def _method(name: str, seed: int) -> Any:
 def _objective(name: str) -> Any:
     import locus
 
-    return {
-        "npo": locus.NPO,
-        "gradient-difference": locus.GradientDifference,
-        "wga": locus.WGA,
-        "simnpo": locus.SimNPO,
-        "dpo": locus.DPO,
-        "match-mlp": locus.MatchMLP,
-    }[name]()
+    objectives = (locus.NPO, locus.GradientDifference, locus.WGA, locus.SimNPO, locus.DPO, locus.MatchMLP)
+    return next(kind for kind in objectives if kind.__name__.lower() == name.replace("-", ""))()
 
 
 def main(arguments: list[str] | None = None) -> int:

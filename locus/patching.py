@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,18 @@ def generic_activation_patch(
     if model.bridge.original_model.training:
         raise ValueError(f"{model.name} is in training mode, in which a pass is random; call model.eval() first")
     _check_inputs(corrupted_tokens, clean_cache, attention_mask)
+    _check_options(window, max_tokens, seed, resume)
     corrupted_tokens = corrupted_tokens.to(model.bridge.cfg.device)
     has_metric_axis = isinstance(patching_metric, Mapping)
     metrics = dict(patching_metric) if isinstance(patching_metric, Mapping) else {"metric": patching_metric}
     want_result = has_metric_axis or reduce == "none" or baseline
-    _check(metrics, reduce, want_result and return_index_df, (index_df is None) == (index_axis_names is None), window)
+    _check(metrics, reduce, want_result and return_index_df, (index_df is None) == (index_axis_names is None))
     shape: list[int] = []
     sets = None if positions is None else masks(positions, corrupted_tokens)
     axes = _axes(model, activation_name, corrupted_tokens.shape[1] if sets is None else len(sets))
     if index_df is None:
+        if len(set(index_axis_names or ())) < len(index_axis_names or ()):
+            raise ValueError(f"index_axis_names must differ, got {index_axis_names}")
         if unknown := set(index_axis_names or ()) - set(axes):
             raise ValueError(f"unknown axes {', '.join(sorted(unknown))}; the axes are {', '.join(axes)}")
         shape = [axes[name] for name in index_axis_names or ()]
@@ -257,9 +261,11 @@ def get_act_patch_direct_path(
     All else sees the corrupted write, so a later head's queries are those that its block computes from the corrupted
     residual stream plus the difference of the writes: one block a layer gives those of all its heads, and what is
     left is a sweep over their activations. Wang et al. 2022 (arXiv 2211.00593); same results as TransformerLens,
-    0 for layers up to `src_layer`. Further keyword arguments as in `generic_activation_patch`.
+    0 for layers up to `src_layer`. Keyword arguments: `attention_mask`, `max_tokens`, `progress`, `resume` and
+    `reduce` ("scalar" or "mean"), as in `generic_activation_patch`.
     """
     hooked = _hooked(model)
+    _check_direct(hooked.bridge.cfg, patching_metric, src_layer, src_head, kwargs)
     tl._check_direct_path_support(hooked.bridge, [src_layer], component)
     n_layers, n_heads = hooked.bridge.cfg.n_layers, hooked.bridge.cfg.n_heads
     name = f"blocks.{src_layer}.attn.hook_z"
@@ -328,7 +334,7 @@ def _evaluate(metrics: Mapping[str, Metric], reduce: str, batch: int, logits: Te
     return torch.stack(values)
 
 
-def _check(metrics: Mapping[str, Metric], reduce: str, frame_too: bool, axes: bool, window: int) -> None:
+def _check(metrics: Mapping[str, Metric], reduce: str, frame_too: bool, axes: bool) -> None:
     if reduce not in ("scalar", "mean", "none"):
         raise ValueError(f"reduce must be 'scalar', 'mean' or 'none', got {reduce!r}")
     if not metrics:
@@ -337,11 +343,35 @@ def _check(metrics: Mapping[str, Metric], reduce: str, frame_too: bool, axes: bo
         raise ValueError("return_index_df goes with a tensor; a PatchingResult carries its index_df")
     if axes:
         raise ValueError("give either index_axis_names or index_df")
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"window is a number of layers, at least 1, got {window!r}")
 
 
-def _check_inputs(tokens: Tensor, clean: Any, attention_mask: Tensor | None) -> None:
+def _check_direct(cfg: Any, metric: Any, layer: int, head: int, options: Mapping[str, Any]) -> None:
+    check_range("src_layer", [layer], 0, cfg.n_layers)
+    check_range("src_head", [head], 0, cfg.n_heads)
+    taken = ("attention_mask", "max_tokens", "progress", "reduce", "resume")
+    if (unknown := options.keys() - set(taken)) or options.get("reduce") == "none":
+        unknown = unknown or {"reduce='none'"}
+        raise ValueError(f"a direct path takes {', '.join(taken)}; it does not take {', '.join(sorted(unknown))}")
+    if isinstance(metric, Mapping):
+        raise ValueError("a direct path takes one metric, not a mapping of them; call it once for each")
+
+
+def _check_options(window: int, max_tokens: int, seed: int, resume: Any) -> None:
+    for name, value, least in (("window", window, 1), ("max_tokens", max_tokens, 1), ("seed", seed, 0)):
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
+    if not (resume is None or isinstance(resume, str | Path)):
+        raise ValueError(f"resume must be the name of a file, got {resume!r}")
+
+
+def _check_inputs(tokens: Any, clean: Any, attention_mask: Tensor | None) -> None:
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"corrupted_tokens must be a tensor [batch, pos], got a {type(tokens).__name__}")
+    if not isinstance(clean, Tensor | str) and not hasattr(clean, "keys"):
+        raise ValueError(
+            "clean_cache must be a cache, the clean tokens as a tensor, or 'zero', 'mean' or 'resample', got a "
+            f"{type(clean).__name__}"
+        )
     if tokens.ndim != 2 or not tokens.numel():
         raise ValueError(f"corrupted_tokens are [batch, pos], at least one token, got {list(tokens.shape)}")
     for name, given in (("the clean tokens", clean), ("attention_mask", attention_mask)):
@@ -351,7 +381,9 @@ def _check_inputs(tokens: Tensor, clean: Any, attention_mask: Tensor | None) -> 
         raise ValueError("attention_mask hides every token of a prompt; True (or 1) is a token, False (or 0) padding")
 
 
-def _check_cells(index_df: pd.DataFrame, axes: Mapping[str, int]) -> None:
+def _check_cells(index_df: Any, axes: Mapping[str, int]) -> None:
+    if not isinstance(index_df, pd.DataFrame):
+        raise ValueError(f"index_df must be a DataFrame with a row for each cell, got a {type(index_df).__name__}")
     if not len(index_df) or index_df.columns[0] != "layer":
         columns = ", ".join(map(str, index_df.columns))
         raise ValueError(

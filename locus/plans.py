@@ -146,7 +146,7 @@ class Plan:
             (POSITIVE, "bound scan_rate"),
             (TOLERANCE, "near"),
             (some(NUMBER, "a tuple of ints, 0 or more, like (0, 1, 2)"), "seeds"),
-            (Wanted(_grids, f"a grid of rates for each of masked, kind and all, in this order, like {RATES}"), "rates"),
+            (Wanted(_grids, f"grids of different rates for masked, kind and all, like {RATES}"), "rates"),
             (instance(Planting, "Planting()").or_none, "planting"),
             (instance(Looks, "Looks((5, 8, 12))").or_none, "looks"),
         )
@@ -193,7 +193,8 @@ def _grids(rates: Any) -> bool:
     except (TypeError, ValueError):
         return False
     grid = some(POSITIVE, "")
-    return names == tuple(name for name, _ in RATES) and all(map(grid.fits, grids))
+    fit = all(grid.fits(rates) and len(set(rates)) == len(rates) for rates in grids)
+    return names == tuple(name for name, _ in RATES) and fit
 
 
 def comparison_plan(model: str, *, full: bool = False) -> Plan:

@@ -64,6 +64,7 @@ class Looks:
     @classmethod
     def until(cls, cap: int, spending: str = "obrien-fleming") -> "Looks":
         """Looks at 5, 8 and then every 4 seeds up to a cap."""
+        require(COUNT, cap=cap)
         return cls((*(n for n in (5, 8, *range(12, cap, 4)) if n < cap - 1), cap), spending)
 
     @property

@@ -2,6 +2,7 @@
 
 import math
 
+import jaxtyping
 import pytest
 import torch
 from helpers import ARCHITECTURES, tokenizer
@@ -583,7 +584,8 @@ def test_nothing_outside_the_mask_moves(optimizer, dtype, structure, split, tmp_
     assert all(torch.equal(bits(before[n]), bits(p)) for n, p in model.weights.items())
 
 
-def test_what_has_no_meaning_is_refused(split):
+def test_what_has_no_meaning_is_refused(split, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     model = hooked("llama")
     mask = draw(model, "rows")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -595,12 +597,16 @@ def test_what_has_no_meaning_is_refused(split):
         (dict(mask=ParameterMask({name: torch.zeros(48, 32, dtype=torch.bool)})), "selects nothing"),
         (dict(split=split.forget), "give a FactSplit"),
         (dict(objective=NPO), "not an objective"),
-        (dict(steps=0), "steps must be above 0"),
-        (dict(clip=math.nan), "clip must be above 0"),
+        (dict(steps=0), "steps must be a number above 0"),
+        (dict(clip=math.nan), "clip must be a number above 0"),
         (dict(optimizer=AdamW), r"not an optimizer of locus; give one, e.g. locus.AdamW\(lr=1e-4\)"),
         (dict(seed=-1), "seed must be a whole number, 0 or above, not -1"),
         (dict(checkpoints=[0, 99]), "checkpoints must be whole numbers from 0 to steps=1, not 99"),
         (dict(checkpoints=[-1]), "checkpoints must be whole numbers from 0"),
+        (dict(checkpoints=5), r"checkpoints must be several numbers of steps, like \(0, 10\), not 5"),
+        (dict(checkpoints=[0]), "callback is what checkpoints call; it must be a function of the step, not None"),
+        (dict(callback=5), "must be a function of the step, not 5"),
+        (dict(steps=True), "steps must be a number above 0, not True"),
     ]
     for change, says in cases:
         with pytest.raises(ValueError, match=says):

@@ -356,9 +356,9 @@ def test_bad_requests_say_what_is_expected(llama, monkeypatch):
     clean, corrupted = pair()
     setter = tl.layer_pos_patch_setter
 
-    def sweep(tokens=corrupted, source=clean, metric=last_difference, frame=None, **options):
-        axes = ("layer", "pos") if frame is None else None
-        frame = frame if frame is None else pd.DataFrame(frame)
+    def sweep(tokens=corrupted, source=clean, metric=last_difference, frame=None, axes=("layer", "pos"), **options):
+        axes = axes if frame is None else None
+        frame = pd.DataFrame(frame) if isinstance(frame, dict) else frame
         return patching.generic_activation_patch(
             llama, tokens, source, metric, setter, "resid_pre", axes, frame, **options, progress=False
         )
@@ -375,7 +375,16 @@ def test_bad_requests_say_what_is_expected(llama, monkeypatch):
         ({"source": cache}, "clean cache is of 3 prompts and there are 2"),
         ({"tokens": corrupted[0]}, r"are \[batch, pos\].* got \[5\]"),
         ({"tokens": corrupted[:, :0]}, r"at least one token, got \[2, 0\]"),
-        ({"positions": []}, "positions is empty"),
+        *(({"positions": x}, "at least one set of positions") for x in ([], 5, "ab")),
+        *(({"positions": [x, x]}, r"each set of positions is several, like \[\[0, 1\]") for x in (0, slice(2), "ab")),
+        ({"positions": [[True]]}, "positions are whole numbers from -5 to 4 here, got True"),
+        ({"tokens": corrupted.tolist()}, r"must be a tensor \[batch, pos\], got a list"),
+        *(({"source": x}, "clean_cache must be a cache.* got a ") for x in (None, clean.tolist())),
+        ({"frame": [[0, 0]]}, "index_df must be a DataFrame with a row for each cell, got a list"),
+        ({"axes": ("layer", "layer")}, "index_axis_names must differ"),
+        *(({"max_tokens": x}, f"max_tokens must be a whole number, 1 or more, got {x}") for x in (1.5, 0)),
+        ({"seed": "a"}, "seed must be a whole number, 0 or more, got 'a'"),
+        ({"resume": True}, "resume must be the name of a file, got True"),
         ({"positions": [[9]]}, "positions are whole numbers from -5 to 4 here, got 9"),
         ({"positions": [[0.5]]}, "got 0.5"),
         ({"positions": torch.ones(1, 2, 4, dtype=torch.bool)}, r"\[set, 2, 5\], got bool \[1, 2, 4\]"),
@@ -386,11 +395,42 @@ def test_bad_requests_say_what_is_expected(llama, monkeypatch):
         ({"frame": {"layer": [-1], "pos": [0]}}, "got -1"),
         ({"frame": {"layer": [0], "pos": [5]}}, "pos of index_df .* got 5"),
         ({"metric": lambda x: None}, "returned NoneType"),
-        ({"window": 1.5}, "window is a number of layers, at least 1, got 1.5"),
+        *(({"window": x}, f"window must be a whole number, 1 or more, got {x}") for x in (0, 1.5, True)),
     ]
     for options, message in requests:
         with pytest.raises(ValueError, match=message):
             sweep(**options)
+
+
+def test_bad_direct_paths(llama, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    clean, corrupted = pair()
+    with torch.no_grad():
+        caches = [llama.bridge.run_with_cache(tokens)[1] for tokens in (clean, corrupted)]
+    for options, message in (
+        ({"src_layer": 3}, "src_layer are whole numbers from 0 to 2 here, got 3"),
+        ({"src_head": -1}, "src_head are whole numbers from 0 to 3 here, got -1"),
+        ({"patching_metric": {"a": last_difference}}, "takes one metric, not a mapping"),
+        ({"window": 3}, "takes .*; it does not take window"),
+        ({"baseline": True, "seed": 1}, "it does not take baseline, seed"),
+        ({"reduce": "none"}, "it does not take reduce='none'"),
+    ):
+        given = {"patching_metric": last_difference, "src_layer": 0, "src_head": 0, **options}
+        with pytest.raises(ValueError, match=message):
+            patching.get_act_patch_direct_path(llama, corrupted, *caches, **given, verbose=False)
+
+
+def test_sets_of_positions_may_be_lists_tensors_and_arrays(llama, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    clean, corrupted = pair()
+    masks = torch.zeros(2, 2, 5, dtype=torch.bool)
+    masks[0, :, :2] = masks[1, :, 3] = True
+    same = [[[0, 1], [3]], ((0, 1), range(3, 4)), [torch.tensor([0, 1]), np.array([3])], masks, masks.numpy()]
+    found = [
+        patching.get_act_patch_resid_pre(llama, corrupted, clean, last_difference, positions=positions, progress=False)
+        for positions in same
+    ]
+    assert all(torch.equal(x, found[0]) for x in found)
 
 
 def test_bad_requests(llama):

@@ -14,7 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
 from small import ARCHITECTURES, tokenizer
+from torch import Tensor
 
 from locus.models import wrap
 from locus.resume import digest
@@ -61,6 +64,14 @@ def reading(thing):
     return lambda logits: logits[thing]
 
 
+def checked(answer):
+    @jaxtyped(typechecker=beartype)
+    def metric(logits: Tensor) -> Tensor:
+        return logits[answer]
+
+    return metric
+
+
 def in_comprehension(logits):
     return sum(logit - THRESHOLD for logit in logits)
 
@@ -94,6 +105,7 @@ KINDS = {
     "named tuple": lambda n: reading(namedtuple("Pair", "a b")(n, 0)),
     "flag": lambda n: reading(re.RegexFlag(n)),
     "getter": itemgetter,
+    "checked": checked,
     "cached": lambda n: lru_cache(reading(n)),
     "vectorized": lambda n: torch.vmap(reading(n)),
     "weak": lambda n: reading(weakref.ref(ALIVE[n])),

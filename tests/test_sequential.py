@@ -1,3 +1,4 @@
+import jaxtyping
 import numpy as np
 import pytest
 from helpers import as_users
@@ -67,10 +68,13 @@ def test_looks_up_to_a_cap():
     assert [Looks.until(cap).at for cap in (4, 21, 24)] == [(4,), (5, 8, 12, 16, 21), (5, 8, 12, 16, 20, 24)]
 
 
-def test_plans_that_are_none():
+def test_plans_that_are_none(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for at in ((), (2, 5), (5, 5), (8, 5), 5, [5, 8], (3, np.nan), (3, 5.5), "58"):
         with pytest.raises(ValueError, match="growing numbers of seeds, the first one 3 or more"):
             as_users(Looks, at=at)
+    with pytest.raises(ValueError, match=r"cap must be an int, 1 or more; got 20\.0"):
+        Looks.until(20.0)
     with pytest.raises(ValueError, match="spending must be one of obrien-fleming, pocock; got 'linear'"):
         Looks(spending="linear")
     with pytest.raises(ValueError, match="and the table has 21. Alpha is used up at 20"):

@@ -98,7 +98,7 @@ def unlearn(
         ValueError: the mask or the split does not fit; an argument has no meaning.
     """
     optimizer = AdamW() if optimizer is None else optimizer
-    _check(split, objective, optimizer, steps, batch_size, accumulate, clip, floor, seed, checkpoints)
+    _check(split, objective, optimizer, steps, batch_size, accumulate, clip, floor, seed, checkpoints, callback)
     steps, accumulate, seed = int(steps), int(accumulate), int(seed)  # of numpy's, torch and JSON take none
     if not isinstance(mask, Mask | ParameterMask):
         raise ValueError(f"mask is a {type(mask).__name__}; give a Mask or ParameterMask.from_tensors(…, model)")
@@ -460,23 +460,23 @@ def _check(
     floor: float | None,
     seed: int,
     checkpoints: Collection[int],
+    callback: Any,
 ) -> None:
-    for name, value in (
-        ("steps", steps),
-        ("accumulate", accumulate),
-        ("batch_size", batch_size),
-        ("clip", clip),
-    ):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0, not {value!r}")
+    for name, value in (("steps", steps), ("accumulate", accumulate), ("batch_size", batch_size), ("clip", clip)):
+        if value is not None and (isinstance(value, bool) or not value > 0):
+            raise ValueError(f"{name} must be a number above 0, not {value!r}")
         if name != "clip" and value is not None and not isinstance(value, Integral):
             raise ValueError(f"{name} must be a whole number, not {value!r}")
     if not isinstance(split, FactSplit):
         raise ValueError(f"split is a {type(split).__name__}; give a FactSplit: facts.split(forget=…, seed=0)")
     if not isinstance(seed, Integral) or seed < 0:
         raise ValueError(f"seed must be a whole number, 0 or above, not {seed!r}")
+    if not isinstance(checkpoints, Collection) or isinstance(checkpoints, str):
+        raise ValueError(f"checkpoints must be several numbers of steps, like (0, 10), not {checkpoints!r}")
     if beyond := [step for step in checkpoints if not isinstance(step, Integral) or not 0 <= step <= steps]:
         raise ValueError(f"checkpoints must be whole numbers from 0 to steps={steps}, not {beyond[0]!r}")
+    if (len(checkpoints) or callback is not None) and not callable(callback):
+        raise ValueError(f"callback is what checkpoints call; it must be a function of the step, not {callback!r}")
     if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):
         raise ValueError(f"{optimizer!r} is not an optimizer of locus; give one, e.g. locus.AdamW(lr=1e-4)")
     if torch.is_inference_mode_enabled():
