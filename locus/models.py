@@ -323,9 +323,11 @@ def wrap(hf_model: Any, tokenizer: Any, name: str = "local") -> HookedModel:
     model.parity = float((wrapped - plain).abs().max())
     # Not `>`: a NaN must fail too.
     if not model.parity <= PARITY[dtype] * max(1.0, float(plain.abs().max())):
+        why = "its architecture is not supported correctly, so nothing measured on it could be trusted"
+        if hf_model.training:
+            why = "it is in training mode, in which a pass is random; call model.eval() first"
         raise ValueError(
-            f"{name}: the wrapped model's logits differ from Hugging Face's by up to {model.parity:.2g}; "
-            "its architecture is not supported correctly, so nothing measured on it could be trusted"
+            f"{name}: the wrapped model's logits differ from Hugging Face's by up to {model.parity:.2g}; {why}"
         )
     model.fast = continues(model, tokens)
     model.packed = model.fast and packs(model, tokens)

@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 from helpers import ARCHITECTURES, tokenizer
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import locus
@@ -227,3 +228,12 @@ def test_a_file_in_the_way_is_refused(llama, tmp_path):
     with pytest.raises(ValueError, match="is a file"):
         llama.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model").read_text() == "mine"
+
+
+def test_a_model_whose_logits_differ_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"logits differ .* training mode, .* call model.eval\(\) first"):
+        wrap(ARCHITECTURES["gpt2"]().train(), tokenizer())
+    forward = TransformerBridge.forward
+    monkeypatch.setattr(TransformerBridge, "forward", lambda *args, **kwargs: 2 * forward(*args, **kwargs))
+    with pytest.raises(ValueError, match="not supported correctly, so nothing measured on it could be trusted"):
+        wrap(ARCHITECTURES["gpt2"](), tokenizer())

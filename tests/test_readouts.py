@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers as hf
 from helpers import ARCHITECTURES, contrast_pairs, tokenizer
 from test_localize import metric_of
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -97,6 +98,19 @@ def test_direct_logits_and_the_rest_add_up_to_the_metric(any_model, padding):
         assert check.error.abs().max() < 1e-5
     blocks = localize(any_model, pairs, DirectLogits(batch_size=2), components="attn", progress=False)
     assert torch.allclose(blocks.values.sum(1), torch.tensor(check.attention.tolist()), atol=1e-6)
+
+
+def test_norms_of_a_list_of_tokens():
+    """OPT flattens batch and positions before the norm of an MLP."""
+    torch.manual_seed(0)
+    size = {"vocab_size": 97, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 3}
+    config = hf.OPTConfig(**size, num_attention_heads=4, max_position_embeddings=64)
+    opt = wrap(hf.OPTForCausalLM(config).double().eval(), tokenizer(), "opt")
+    pairs = contrast_pairs(padding="left")
+    assert logit_sum(opt, pairs).error.abs().max() < 1e-5
+    plain = localize(opt, pairs, AttributionPatching(), components="neuron", progress=False).values
+    found = localize(opt, pairs, RelP(), components="neuron", progress=False).values
+    assert found.isfinite().all() and 0.3 < torch.corrcoef(torch.stack([plain.flatten(), found.flatten()]))[0, 1] < 0.99
 
 
 def test_direct_logits_equal_the_formula_on_a_transformer_lens_cache():

@@ -44,6 +44,7 @@ def constant_scales(model: Any) -> Iterator[None]:
 
         def edit(normed: Tensor) -> Tensor:
             x, scale = found[f"{norm}.hook_in"], found[f"{norm}.hook_scale"].detach()
+            scale = scale.reshape(*x.shape[:-1], 1)  # OPT norms a list of tokens
             centred = x if module.uses_rms_norm else x - x.mean(-1, keepdim=True)
             straight = (centred / scale * (module.weight + module.uses_weight_offset)).to(normed.dtype)
             return normed.detach() + straight - straight.detach()
