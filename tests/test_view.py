@@ -13,6 +13,7 @@ import locus
 from locus import hooks, view
 from locus.components import site
 from locus.evaluate import evaluate
+from locus.localize import CausalTracing, causal_trace
 from locus.metrics import log_probability, logit_difference
 from locus.scores import Scores
 from locus.view.show import Panel, View
@@ -40,7 +41,9 @@ def data() -> dict:
     }
     mask = locus.Mask.top(scores["neuron"], budget=0.2)
     update = locus.unlearn(model, split, mask, locus.NPO(beta=0.1), optimizer=locus.AdamW(lr=3e-2), steps=6, seed=0)
-    return dict(model=model, facts=facts, pairs=pairs, split=split, scores=scores, mask=mask, update=update)
+    traced = causal_trace(model, pairs, CausalTracing(samples=2), progress=False)
+    found = dict(scores=scores, mask=mask, update=update, traced=traced)
+    return dict(model=model, facts=facts, pairs=pairs, split=split, **found)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,7 @@ def views(data) -> dict[str, tuple[View, list[str]]]:
         ),
         "grid": (view.grid(heads), ["layer", "head", "48 facts", "AttributionPatching"]),
         "sweep": (view.sweep(torch.randn(3, 2), ["<bos>", " Paris"], n=7), ["<bos> 0", "Paris 1", "n = 7 prompts"]),
+        "trace": (view.trace(data["traced"]), ["last subject", "answer", "residual stream", "48 facts", "m(noised)"]),
         "ranking": (view.ranking(heads), [*best, "95% intervals"]),
         "density": (view.density(neurons), ["neurons", "share of the top 1%", "144 neurons"]),
         "overlap": (view.overlap({"top": mask, "random": other}), ["top", "random", "1.00", "both / either"]),
@@ -248,6 +252,8 @@ def test_errors_name_the_way_out(data, views):
         view.neuron_attributions(model, data["pairs"], ["L0N1"], fact=48)
     with pytest.raises(ValueError, match="3 tokens for 2 positions"):
         view.sweep(torch.zeros(2, 2), ["a", "b", "c"])
+    with pytest.raises(ValueError, match="fact must be from 0 to 47 or None, got 48"):
+        view.trace(data["traced"], fact=48)
     with pytest.raises(ValueError, match="two masks"):
         view.overlap({"one": data["mask"]})
     with pytest.raises(ValueError, match="0 edges"):
@@ -508,3 +514,12 @@ def test_words_survive(data):
     assert _literal("<bos>") == "<\u2060bos>" and _literal("Paris") == "Paris"
     made = view.neurons(data["model"], "w1 w2", ["L0N0"])
     assert json.loads(json.dumps(made.panels[0].elements[0].props))["tokens"] == ["w1", "w2"]
+
+
+def test_a_trace_of_one_fact_is_its_own(data):
+    traced = data["traced"]
+    drawn = view.trace(traced, fact=3)
+    expected = traced.effect[3][traced.effect[3].isfinite()].tolist()
+    cells = drawn.panels[0].chart.to_dict()["data"]["values"]
+    assert [cell["value"] for cell in cells] == pytest.approx(expected, rel=1e-3)
+    assert traced.facts[3] in drawn.caption and f"m(clean) {float(traced.clean[3]):.3g}" in drawn.caption

@@ -71,6 +71,9 @@ class CausalTracing:
         return tuple(f"blocks.{i}.{SITES[kind]}" for i in range(first, end))
 
 
+ROLES = "before", "first subject", "middle subject", "last subject", "first after", "further", "last", "answer"
+
+
 @dataclass(frozen=True, eq=False)
 class CausalTrace:
     """Effects of restoring each layer and position, see `causal_trace`.
@@ -79,8 +82,7 @@ class CausalTrace:
         effect: m(restored) - m(noised), mean over the noise; NaN at padding.
         clean, corrupted: m of the clean and of the noised run.
         tokens: the tokens of each prompt; "" at padding.
-        roles: what each token is: before, first subject, middle subject, last subject, first after, further, last
-            (the one that the answer is read from) or answer; "" at padding.
+        roles: what each token is, one of ROLES; last is the one that the answer is read from; "" at padding.
         kind: "resid", "mlp" or "attn".
         facts: their prompts.
     """
@@ -110,7 +112,8 @@ class CausalTrace:
     def by_role(self) -> pd.DataFrame:
         """Mean effect of each role (rows) and layer (columns): over the tokens of a fact, then over facts."""
         within = self.to_frame().groupby(["role", "layer", "fact"], sort=False).effect.mean()
-        return within.groupby(["role", "layer"], sort=False).mean().unstack("layer")
+        table = within.groupby(["role", "layer"], sort=False).mean().unstack("layer")
+        return table.reindex([role for role in ROLES if role in table.index])
 
 
 def causal_trace(

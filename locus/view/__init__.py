@@ -14,6 +14,7 @@ from locus.view.grids import grid as grid
 from locus.view.grids import overlap as overlap
 from locus.view.grids import ranking as ranking
 from locus.view.grids import sweep as sweep
+from locus.view.grids import trace as trace
 from locus.view.results import before_after as before_after
 from locus.view.results import evaluation as evaluation
 from locus.view.results import mask as mask

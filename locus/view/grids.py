@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from locus.components import LABELS
 from locus.evaluate import interval
+from locus.localize.tracing import CausalTrace
 from locus.masks import Mask
 from locus.scores import Scores
 from locus.view.show import POSITIVE, Panel, View, chart_of, diverging, wide
@@ -66,6 +67,34 @@ def sweep(
         lambda layer, index: f"layer {layer}, {names[index]}",
         title=f"{metric} by layer and {axis}",
         caption=f"n = {n} prompt{'s' * (n != 1)}, {metric} of {method}",
+    )
+
+
+def trace(traced: CausalTrace, *, fact: int | None = None) -> View:
+    """Effects of a causal trace by layer and token: of one fact, or the mean by role of token over all of them.
+
+    fact: its number; None = all
+    """
+    n = len(traced.facts)
+    if fact is not None and not 0 <= fact < n:
+        raise ValueError(f"fact must be from 0 to {n - 1} or None, got {fact!r}")
+    what = {"resid": "the residual stream", "mlp": "MLP outputs", "attn": "attention outputs"}[traced.kind]
+    if fact is None:
+        chosen, said = slice(None), f"n = {n} fact{'s' * (n != 1)}, mean"
+        roles = traced.by_role()
+        values, names = torch.tensor(roles.to_numpy().T), list(roles.index)
+    else:
+        chosen, said = slice(fact, fact + 1), f"{traced.facts[fact]!r}, n = 1 fact,"
+        at = [i for i, word in enumerate(traced.tokens[fact]) if word]
+        values, names = traced.effect[fact][:, at].cpu(), [f"{traced.tokens[fact][i]} {i}" for i in at]
+    return _heat(
+        values.float(),
+        names,
+        "token",
+        lambda layer, index: f"layer {layer}, {names[index]}",
+        title=f"Restoring {what} by layer and token",
+        caption=f"{said} m(restored) - m(noised); m(clean) {traced.clean[chosen].mean():.3g}, m(noised) "
+        f"{traced.corrupted[chosen].mean():.3g}",
     )
 
 
