@@ -1,7 +1,9 @@
 """Cells of a patching sweep: from TransformerLens' setters and indices to the rows of `locus.sweeps`."""
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +69,25 @@ class Cells:
             key = logits, self.attention_mask, base, probe, evaluate, setter, [clean[name] for name in names]
             key += self.cells, self.activation_name, self.window, self.max_tokens, seed
         kept = Partial(resume, values, key)
-        self._sweep(recorded, clean, setter, evaluate, logits, kept, progress)
+        run = partial(self._sweep, recorded, clean, setter, evaluate, logits)
+        if not self._still(run, kept, base):
+            print(f"{resume} keeps other numbers than this sweep gives now, so it starts anew", file=sys.stderr)
+            kept.forget()
+        run(kept.put, kept.done(), progress)
         kept.save()
         return kept.values, base
+
+    def _still(self, run: Callable, kept: Partial, base: Tensor) -> bool:
+        """Whether the cell that moved each metric most gives what is kept: no record holds all that a metric reads."""
+        done = kept.done()
+        if not done:
+            return True
+        moved = (kept.values[:, done] - base[:, None]).abs().nan_to_num(0).reshape(len(base), len(done), -1).sum(2)
+        chosen = {done[i] for i in moved.argmax(1).tolist()}
+        found: dict[int, Tensor] = {}
+        run(found.__setitem__, [cell for cell in range(len(self.cells)) if cell not in chosen], False)
+        close = partial(torch.allclose, rtol=1e-4, atol=1e-6, equal_nan=True)  # not all devices give the same bits
+        return all(close(found[cell], kept.values[:, cell]) for cell in set(done) & found.keys())
 
     def _sweep(
         self,
@@ -78,7 +96,8 @@ class Cells:
         setter: Setter,
         evaluate: Callable[[Tensor], Tensor],
         logits: Float[Tensor, "batch pos d_vocab"],
-        kept: Partial,
+        put: Callable[[int, Tensor], None],
+        done: Collection[int],
         progress: bool,
     ) -> None:
         if recorded.keys is None and self.model.fast:
@@ -97,11 +116,11 @@ class Cells:
 
         label = f"patching {self.activation_name}" if progress else None
         firsts = [self.layers(cell)[0] for cell in range(len(self.cells))]
-        options: dict[str, Any] = {"max_tokens": self.max_tokens, "progress": label, "done": kept.done()}
+        options: dict[str, Any] = {"max_tokens": self.max_tokens, "progress": label, "done": done}
         for some, found in sweep(recorded, firsts, start, read.repeat(batch, 1), **options):
             for cell, cell_logits in zip(some, found, strict=True):
                 seen[:, read] = cell_logits
-                kept.put(cell, evaluate(seen))
+                put(cell, evaluate(seen))
 
     def _edit(self, layer: int, some: list[int], clean: Tensor, setter: Setter) -> hooks.Edit:
         """An edit of the rows of several cells, in one of the layers that they patch."""

@@ -433,8 +433,8 @@ def _load(name: str) -> "HookedModel":
 
 def _folder(out: Path | None, name: str) -> Path:
     out = out or Path("runs") / name
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; --out takes the name of a folder.")
+    if any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
+        raise ValueError(f"{out} is a file, or in one; --out takes the name of a folder.")
     return out
 
 

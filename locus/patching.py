@@ -42,6 +42,7 @@ from locus import hooks
 from locus.cells import Cells, Setter, at_once, check_range, masks
 from locus.checked import continues, packs
 from locus.progress import tqdm
+from locus.require import several
 from locus.sweeps import MAX_TOKENS
 
 Metric = Callable[[Tensor], Any]
@@ -81,9 +82,10 @@ def generic_activation_patch(
             each prompt's positions.
         seed: of the permutation of prompts, for "resample".
         max_tokens: tokens in one forward pass at the most.
-        resume: a file that keeps what is done; the same call goes on from it, to the same numbers bit for bit. It may
-            keep several sweeps: one with another model, prompts, cells, setter, metric or setting is added to it, as is
-            one whose metric holds what has changed since (a list it logs to) or what pickle refuses (an open file).
+        resume: a file that keeps what is done; the same call goes on from it, to the same numbers bit for bit, once
+            some of them have come out again. It may keep several sweeps: one with another model, prompts, cells,
+            setter, metric or setting is added to it, as is one whose metric holds what has changed since (a list that
+            it logs to) or what pickle refuses (an open file).
         progress: show a bar, and time and memory before a sweep that takes long.
 
     Returns:
@@ -96,23 +98,27 @@ def generic_activation_patch(
     model = _hooked(model)
     if model.bridge.original_model.training:
         raise ValueError(f"{model.name} is in training mode, in which a pass is random; call model.eval() first")
-    _check_inputs(corrupted_tokens, clean_cache, attention_mask)
+    _check_inputs(model.bridge.cfg, corrupted_tokens, clean_cache, attention_mask)
     _check_options(window, max_tokens, seed, resume)
+    max_tokens, seed = int(max_tokens), int(seed)
     corrupted_tokens = corrupted_tokens.to(model.bridge.cfg.device)
     has_metric_axis = isinstance(patching_metric, Mapping)
     metrics = dict(patching_metric) if isinstance(patching_metric, Mapping) else {"metric": patching_metric}
     want_result = has_metric_axis or reduce == "none" or baseline
     _check(metrics, reduce, want_result and return_index_df, (index_df is None) == (index_axis_names is None))
+    if not callable(patch_setter):
+        raise ValueError(f"patch_setter must be a function of activation, index and clean cache, got {patch_setter!r}")
     shape: list[int] = []
     sets = None if positions is None else masks(positions, corrupted_tokens)
     axes = _axes(model, activation_name, corrupted_tokens.shape[1] if sets is None else len(sets))
     if index_df is None:
-        if len(set(index_axis_names or ())) < len(index_axis_names or ()):
-            raise ValueError(f"index_axis_names must differ, got {index_axis_names}")
-        if unknown := set(index_axis_names or ()) - set(axes):
-            raise ValueError(f"unknown axes {', '.join(sorted(unknown))}; the axes are {', '.join(axes)}")
-        shape = [axes[name] for name in index_axis_names or ()]
-        index_df = make_df_from_ranges(shape, list(index_axis_names or ()))
+        names = index_axis_names
+        if not several(names) or not names or len(set(names)) < len(names):
+            raise ValueError(f"index_axis_names must be different axes, like ('layer', 'pos'), got {names!r}")
+        if unknown := set(names) - set(axes):
+            raise ValueError(f"unknown axes {', '.join(sorted(map(str, unknown)))}; the axes are {', '.join(axes)}")
+        shape = [axes[name] for name in names]
+        index_df = make_df_from_ranges(shape, list(names))
     _check_cells(index_df, axes)
     cells = index_df.to_numpy().tolist()
     job = Cells(model, corrupted_tokens, attention_mask, activation_name, cells, window, max_tokens)
@@ -265,7 +271,7 @@ def get_act_patch_direct_path(
     `reduce` ("scalar" or "mean"), as in `generic_activation_patch`.
     """
     hooked = _hooked(model)
-    _check_direct(hooked.bridge.cfg, patching_metric, src_layer, src_head, kwargs)
+    _check_direct(hooked.bridge.cfg, patching_metric, src_layer, src_head, component, kwargs)
     tl._check_direct_path_support(hooked.bridge, [src_layer], component)
     n_layers, n_heads = hooked.bridge.cfg.n_layers, hooked.bridge.cfg.n_heads
     name = f"blocks.{src_layer}.attn.hook_z"
@@ -322,6 +328,8 @@ def _evaluate(metrics: Mapping[str, Metric], reduce: str, batch: int, logits: Te
         if not isinstance(value, Tensor | np.ndarray | np.generic | bool | int | float):
             raise ValueError(f"metric {name!r} returned {type(value).__name__}; it must return a tensor or a number")
         value = torch.as_tensor(value)
+        if value.is_complex():
+            raise ValueError(f"metric {name!r} returned complex numbers; it must return real ones")
         if not value.is_floating_point():
             value = value.to(torch.get_default_dtype())  # as TransformerLens does
         expected = () if reduce == "scalar" else (batch,)
@@ -337,6 +345,9 @@ def _evaluate(metrics: Mapping[str, Metric], reduce: str, batch: int, logits: Te
 def _check(metrics: Mapping[str, Metric], reduce: str, frame_too: bool, axes: bool) -> None:
     if reduce not in ("scalar", "mean", "none"):
         raise ValueError(f"reduce must be 'scalar', 'mean' or 'none', got {reduce!r}")
+    for name, metric in metrics.items():
+        if not callable(metric):
+            raise ValueError(f"metric {name!r} must be a function of the logits, got {metric!r}")
     if not metrics:
         raise ValueError("patching_metric is an empty mapping; give at least one metric")
     if frame_too:
@@ -345,28 +356,31 @@ def _check(metrics: Mapping[str, Metric], reduce: str, frame_too: bool, axes: bo
         raise ValueError("give either index_axis_names or index_df")
 
 
-def _check_direct(cfg: Any, metric: Any, layer: int, head: int, options: Mapping[str, Any]) -> None:
+def _check_direct(cfg: Any, metric: Any, layer: int, head: int, component: str, options: Mapping[str, Any]) -> None:
+    if component not in ("q", "k", "v"):
+        raise ValueError(f"component must be 'q', 'k' or 'v', got {component!r}")
     check_range("src_layer", [layer], 0, cfg.n_layers)
     check_range("src_head", [head], 0, cfg.n_heads)
     taken = ("attention_mask", "max_tokens", "progress", "reduce", "resume")
     if (unknown := options.keys() - set(taken)) or options.get("reduce") == "none":
         unknown = unknown or {"reduce='none'"}
         raise ValueError(f"a direct path takes {', '.join(taken)}; it does not take {', '.join(sorted(unknown))}")
-    if isinstance(metric, Mapping):
-        raise ValueError("a direct path takes one metric, not a mapping of them; call it once for each")
+    if not callable(metric):
+        raise ValueError(f"a direct path takes one metric, a function of the logits, got {metric!r}")
 
 
 def _check_options(window: int, max_tokens: int, seed: int, resume: Any) -> None:
     for name, value, least in (("window", window, 1), ("max_tokens", max_tokens, 1), ("seed", seed, 0)):
         if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
-    if not (resume is None or isinstance(resume, str | Path)):
+    if not (resume is None or isinstance(resume, str | Path)) or resume == "":
         raise ValueError(f"resume must be the name of a file, got {resume!r}")
 
 
-def _check_inputs(tokens: Any, clean: Any, attention_mask: Tensor | None) -> None:
-    if not isinstance(tokens, Tensor):
-        raise ValueError(f"corrupted_tokens must be a tensor [batch, pos], got a {type(tokens).__name__}")
+def _check_inputs(cfg: Any, tokens: Any, clean: Any, attention_mask: Any) -> None:
+    for name, given in (("corrupted_tokens", tokens), ("attention_mask", attention_mask)):
+        if not (isinstance(given, Tensor) or given is attention_mask is None):
+            raise ValueError(f"{name} must be a tensor [batch, pos], got a {type(given).__name__}")
     if not isinstance(clean, Tensor | str) and not hasattr(clean, "keys"):
         raise ValueError(
             "clean_cache must be a cache, the clean tokens as a tensor, or 'zero', 'mean' or 'resample', got a "
@@ -377,6 +391,11 @@ def _check_inputs(tokens: Any, clean: Any, attention_mask: Tensor | None) -> Non
     for name, given in (("the clean tokens", clean), ("attention_mask", attention_mask)):
         if isinstance(given, Tensor) and given.shape != tokens.shape:
             raise ValueError(f"{name} must be as the corrupted tokens, {list(tokens.shape)}, got {list(given.shape)}")
+    for name, given in (("corrupted_tokens", tokens), ("the clean tokens", clean)):
+        if isinstance(given, Tensor):
+            whole = not (given.is_floating_point() or given.dtype == torch.bool)
+            if not (whole and 0 <= int(given.min()) <= int(given.max()) < cfg.d_vocab):
+                raise ValueError(f"{name} must be whole numbers from 0 to {cfg.d_vocab - 1}, got {given}")
     if attention_mask is not None and not attention_mask.any(1).all():
         raise ValueError("attention_mask hides every token of a prompt; True (or 1) is a token, False (or 0) padding")
 
@@ -412,6 +431,8 @@ class _Adopted:
 
 
 def _hooked(model: Any) -> Any:
+    if not (hasattr(model, "bridge") or hasattr(model, "original_model")):
+        raise ValueError(f"model must be a HookedModel (see locus.load) or a TransformerBridge, got {model!r:.60}")
     if hasattr(model, "weights") or not hasattr(model, "original_model"):
         return model
     adopted = _Adopted(model)

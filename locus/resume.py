@@ -1,5 +1,6 @@
 """A long computation of many cells that can be interrupted."""
 
+import copyreg
 import hashlib
 import os
 import sys
@@ -31,23 +32,28 @@ class Partial:
     """Values of cells as they come, [metric, cell, …], kept in a file if there is a path, beside those of other sweeps.
 
     Raises:
-        ValueError: the path is not of such a file.
+        ValueError: the path is not of such a file, or cannot be written.
     """
 
     def __init__(self, path: str | Path | None, values: Float[Tensor, "metric cell *batch"], key: tuple) -> None:
-        self.values, self._path, self._saved = values, Path(path) if path else None, time.monotonic()
+        self.values, self._path = values, Path(path).expanduser() if path else None
         self._done = torch.zeros(values.shape[1], dtype=torch.bool)
         self._key = digest(key) if path else ""
         self._others: dict[str, Tensor] = {}
-        if self._path is None or not self._path.exists():
-            return
-        kept = _read(self._path)
-        self.values = kept.pop(f"{self._key}.values", values).to(values)
-        self._done = kept.pop(f"{self._key}.done", self._done)
-        self._others = kept
+        if self._path is not None and self._path.exists():
+            self._others = _read(self._path)
+            self.values = self._others.pop(f"{self._key}.values", values).to(values)
+            self._done = self._others.pop(f"{self._key}.done", self._done)
+        try:
+            self.save()  # before the work, to see that it can be
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be written, so the sweep could not be resumed: {error}") from error
 
     def done(self) -> list[int]:
         return self._done.nonzero().flatten().tolist()
+
+    def forget(self) -> None:
+        self._done[:] = False
 
     def put(self, cell: int, value: Float[Tensor, "metric *batch"]) -> None:
         self.values[:, cell] = value
@@ -77,17 +83,24 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def digest(part: Any, seen: dict[int, tuple[Any, str]] | None = None) -> str:
-    """What tells two computations apart: all that a part is made of, alike in every process.
+    """What tells two computations apart: what a part is made of, alike in every process.
 
     Functions by their code, their defaults and the variables that they name; objects by their class and what pickling
     would keep. Of libraries' functions and classes the code does not count. A part with no such record (an open file,
     a generator) is never the same again.
     """
-    seen = {} if seen is None else seen
+    if seen is None:
+        try:
+            return digest(part, {})
+        except RecursionError:
+            return os.urandom(32).hex()
     if id(part) in seen:
         return seen[id(part)][1]
     seen[id(part)] = part, "itself"  # the part too, so that no other one gets its id
-    own, inner = _apart(part)
+    try:
+        own, inner = _apart(part)
+    except Exception:  # whatever its class raises, such as of a tensor without data
+        own, inner = os.urandom(16), ()
     digests = [digest(item, seen) for item in inner]
     found = hashlib.sha256(f"{type(part).__module__}.{type(part).__qualname__} {len(digests)}:".encode())
     found.update(own)
@@ -121,17 +134,18 @@ def _apart(part: Any) -> tuple[bytes, Iterable[Any]]:
     if isinstance(part, PreTrainedTokenizerBase):
         return repr(sorted(part.get_vocab().items())).encode(), ()
     if isinstance(part, torch.nn.Module):  # not the hooks and caches that libraries set on the way
-        if not _of_library(type(part)):
-            return b"", (type(part), {name: value for name, value in vars(part).items() if "hooks" not in name})
-        return part.extra_repr().encode(), (type(part), part.training, part._parameters, part._buffers, part._modules)
+        if _of_library(type(part).__module__):
+            plain = {name: value for name, value in vars(part).items() if isinstance(value, bool | int | float | str)}
+            parts = part._parameters, part._buffers, part._modules
+            return b"", (type(part), {name: plain[name] for name in plain if not name.startswith("_")}, *parts)
+        own = {name: value for name, value in vars(part).items() if not (name.startswith("_") and "hook" in name)}
+        return b"", (type(part), own)
     if type(part) is dict or isinstance(part, MappingProxyType):
         return b"", [item for pair in part.items() for item in pair]
-    if type(part) in (list, tuple, set, frozenset) or isinstance(part, KeysView | ValuesView | ItemsView):
+    if type(part) in (list, tuple) or isinstance(part, set | frozenset | KeysView | ValuesView | ItemsView):
         return b"", part
-    try:
-        kept = part.__reduce_ex__(4)
-    except Exception:  # whatever its class raises
-        return os.urandom(16), ()
+    reduce = copyreg.dispatch_table.get(type(part))
+    kept: Any = reduce(part) if reduce else part.__reduce_ex__(4)
     if isinstance(kept, str):  # by its name; a cached function is its own
         return kept.encode(), (getattr(part, "__wrapped__", None),)
     return b"", [*kept[:3], *(list(items or ()) for items in kept[3:5])]
@@ -147,8 +161,10 @@ def _of_function(function: FunctionType) -> tuple:
         with suppress(ValueError):  # nothing assigned yet
             cells[name] = cell.cell_contents
     names = _names(function.__code__)
-    read = {} if _of_library(function) else _variables(names, function.__globals__)
-    return function.__code__, function.__defaults__, function.__kwdefaults__, read, cells, _variables(names, cells)
+    own = not _of_library(function.__globals__.get("__name__"))
+    read = _variables(names, function.__globals__) if own else {}
+    settings = function.__defaults__, function.__kwdefaults__, vars(function)
+    return function.__code__, *settings, read, cells, _variables(names, cells)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -162,14 +178,14 @@ def _variables(names: set[str], among: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: among[name] for name in sorted(names) if name in among}
     return {
         name: _variables(names - {name}, vars(value))
-        if isinstance(value, ModuleType) and not _of_library(value)
+        if isinstance(value, ModuleType) and not _of_library(value.__name__)
         else value
         for name, value in found.items()
     }
 
 
 def _of_class(part: type) -> tuple:
-    if _of_library(part):
+    if _of_library(part.__module__):
         return ()
     no_matter = ("__dict__", "__weakref__", "__annotations__", "__doc__", "_abc_impl")
     plain = {name: value for name, value in vars(part).items() if name not in no_matter}
@@ -178,8 +194,9 @@ def _of_class(part: type) -> tuple:
     return part.__bases__, parts
 
 
-def _of_library(part: Any) -> bool:
-    name = part.__name__ if isinstance(part, ModuleType) else part.__module__
-    module = sys.modules.get(name)
-    path = getattr(module, "__file__", None)
-    return name != "__main__" and (path is None or path.startswith(LIBRARIES) or name.startswith("locus."))
+def _of_library(module: str | None) -> bool:
+    package = (module or "").partition(".")[0]
+    path = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package != "__main__" and (
+        package in sys.stdlib_module_names or path.startswith(LIBRARIES) or package == "locus"
+    )

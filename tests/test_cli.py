@@ -195,6 +195,7 @@ def test_mistakes_are_refused_before_any_work(monkeypatch, capsys, tmp_path):
         (("localize", "tiny", "--sample", "-2"), "--sample"),
         (("localize", "tiny", "--out", __file__), "name of a folder"),
         *(((command, "--out", __file__), "name of a folder") for command in ("compare", "study", "inj")),
+        (("study", "--out", __file__ + "/run"), "name of a folder"),
         (("unlearn", "tiny", "--steps", "0"), "steps must be an int, 1 or more; got 0"),
         (("study", "--cap", "8"), "--cap goes with --until-decided"),
         (("compare", "--draws", "0"), "draws must be an int, 1 or more; got 0"),

@@ -1,3 +1,4 @@
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -356,7 +357,15 @@ def test_bad_requests_say_what_is_expected(llama, monkeypatch):
     clean, corrupted = pair()
     setter = tl.layer_pos_patch_setter
 
-    def sweep(tokens=corrupted, source=clean, metric=last_difference, frame=None, axes=("layer", "pos"), **options):
+    def sweep(
+        tokens=corrupted,
+        source=clean,
+        metric=last_difference,
+        frame=None,
+        axes=("layer", "pos"),
+        setter=setter,
+        **options,
+    ):
         axes = axes if frame is None else None
         frame = pd.DataFrame(frame) if isinstance(frame, dict) else frame
         return patching.generic_activation_patch(
@@ -381,7 +390,19 @@ def test_bad_requests_say_what_is_expected(llama, monkeypatch):
         ({"tokens": corrupted.tolist()}, r"must be a tensor \[batch, pos\], got a list"),
         *(({"source": x}, "clean_cache must be a cache.* got a ") for x in (None, clean.tolist())),
         ({"frame": [[0, 0]]}, "index_df must be a DataFrame with a row for each cell, got a list"),
-        ({"axes": ("layer", "layer")}, "index_axis_names must differ"),
+        ({"axes": ("layer", "layer")}, "index_axis_names must be different axes"),
+        *(({"axes": x}, "index_axis_names must be different axes") for x in ((), 5, "layer")),
+        ({"axes": (0, 1)}, "unknown axes 0, 1"),
+        ({"resume": ""}, "resume must be the name of a file"),
+        *(
+            ({"tokens": x}, "corrupted_tokens must be whole numbers from 0 to 96")
+            for x in (corrupted * 1.0, corrupted - 99)
+        ),
+        ({"source": clean + 97}, "clean tokens must be whole numbers"),
+        ({"attention_mask": np.ones((2, 4), dtype=bool)}, "attention_mask must be a tensor"),
+        *(({"metric": x}, "metric .* must be a function of the logits") for x in (None, "a", {"a": None})),
+        ({"setter": None}, "patch_setter must be a function"),
+        ({"metric": lambda x: last_difference(x) * 1j}, "returned complex numbers"),
         *(({"max_tokens": x}, f"max_tokens must be a whole number, 1 or more, got {x}") for x in (1.5, 0)),
         ({"seed": "a"}, "seed must be a whole number, 0 or more, got 'a'"),
         ({"resume": True}, "resume must be the name of a file, got True"),
@@ -410,7 +431,8 @@ def test_bad_direct_paths(llama, monkeypatch):
     for options, message in (
         ({"src_layer": 3}, "src_layer are whole numbers from 0 to 2 here, got 3"),
         ({"src_head": -1}, "src_head are whole numbers from 0 to 3 here, got -1"),
-        ({"patching_metric": {"a": last_difference}}, "takes one metric, not a mapping"),
+        ({"patching_metric": {"a": last_difference}}, "takes one metric, a function of the logits"),
+        ({"component": "z"}, "component must be 'q', 'k' or 'v', got 'z'"),
         ({"window": 3}, "takes .*; it does not take window"),
         ({"baseline": True, "seed": 1}, "it does not take baseline, seed"),
         ({"reduce": "none"}, "it does not take reduce='none'"),
@@ -699,12 +721,34 @@ def test_a_kept_sweep_is_taken_for_no_other_one(llama, tmp_path):
             assert torch.equal(found, expected)
 
 
+def test_kept_numbers_that_do_not_come_out_again_are_dropped(llama, tmp_path, monkeypatch, capsys):
+    """No record holds all that a setter or a metric may read, so some of what is kept is computed again."""
+    clean, corrupted = pair()
+
+    def setter(activation, index, clean_activation):
+        activation[:, index[1]] = float(os.environ["SCALE"]) * clean_activation[:, index[1]]
+        return activation
+
+    def sweep(path):
+        return patching.generic_activation_patch(
+            *(llama, corrupted, clean, last_difference, setter, "resid_pre", ("layer", "pos")),
+            **{"resume": path, "progress": False},
+        )
+
+    for scale, anew in (("1", False), ("2", True), ("2", False)):
+        monkeypatch.setenv("SCALE", scale)
+        assert torch.equal(sweep(tmp_path / "kept"), sweep(None))
+        assert ("keeps other numbers" in capsys.readouterr().err) == anew
+
+
 def test_only_files_of_sweeps_are_written_to(llama, tmp_path):
     clean, corrupted = pair()
     (tmp_path / "empty").touch()
     (tmp_path / "garbage").write_bytes(b"garbage" * 9)
     (tmp_path / "folder").mkdir()
     save_file({"weight": torch.ones(2)}, tmp_path / "weights")
+    with pytest.raises(ValueError, match="cannot be written"):
+        patching.get_act_patch_resid_pre(llama, corrupted, clean, last_difference, resume=tmp_path / "empty" / "x")
     for name in ("empty", "garbage", "folder", "weights"):
         with pytest.raises(ValueError, match=f"{name} is no file of an interrupted sweep"):
             patching.get_act_patch_resid_pre(

@@ -60,6 +60,11 @@ class Probe(torch.nn.Module):
         torch.nn.init.constant_(self.linear.bias, 3.0)
 
 
+def scaled(module, scale):
+    module.hooks_scale = scale
+    return module
+
+
 def reading(thing):
     return lambda logits: logits[thing]
 
@@ -70,6 +75,18 @@ def checked(answer):
         return logits[answer]
 
     return metric
+
+
+def attributed(answer):
+    def metric(logits):
+        return logits * metric.answer
+
+    metric.answer = answer
+    return metric
+
+
+class Words(set):
+    pass
 
 
 def in_comprehension(logits):
@@ -106,6 +123,12 @@ KINDS = {
     "flag": lambda n: reading(re.RegexFlag(n)),
     "getter": itemgetter,
     "checked": checked,
+    "attribute": attributed,
+    "pattern": lambda n: reading(re.compile(str(n))),
+    "kind of set": lambda n: reading(Words({("x", n), ("y", 5), ("z", 6)})),
+    "loss": lambda n: reading(torch.nn.NLLLoss(reduction=["", "sum", "mean"][n])),
+    "attribute of a library's module": lambda n: reading(scaled(torch.nn.Identity(), n)),
+    "hooks_scale": lambda n: reading(scaled(Probe(0), n)),
     "cached": lambda n: lru_cache(reading(n)),
     "vectorized": lambda n: torch.vmap(reading(n)),
     "weak": lambda n: reading(weakref.ref(ALIVE[n])),
@@ -168,9 +191,17 @@ def test_another_process_finds_the_same():
     assert len(found) == 1
 
 
-def test_what_cannot_be_told_apart_is_never_the_same():
-    open_generator = reading(x for x in "abc")
-    assert digest(open_generator) != digest(open_generator)
+def nested(depth):
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [(x for x in "abc"), torch.eye(2).to_sparse(), torch.empty(2, device="meta"), nested(600), 10**5000],
+    ids=["generator", "sparse", "meta", "deep", "huge"],
+)
+def test_what_has_no_record_is_never_the_same(thing):
+    assert digest(reading(thing)) != digest(reading(thing))
 
 
 def test_cycles_end():

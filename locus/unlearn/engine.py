@@ -15,7 +15,7 @@ The model is used as it is, so without dropout when it is in evaluation mode, as
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -463,7 +463,7 @@ def _check(
     callback: Any,
 ) -> None:
     for name, value in (("steps", steps), ("accumulate", accumulate), ("batch_size", batch_size), ("clip", clip)):
-        if value is not None and (isinstance(value, bool) or not value > 0):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real) or not value > 0):
             raise ValueError(f"{name} must be a number above 0, not {value!r}")
         if name != "clip" and value is not None and not isinstance(value, Integral):
             raise ValueError(f"{name} must be a whole number, not {value!r}")

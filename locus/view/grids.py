@@ -76,7 +76,7 @@ def trace(traced: CausalTrace, *, fact: int | None = None) -> View:
     fact: its number; None = all
     """
     n = len(traced.facts)
-    if fact is not None and not 0 <= fact < n:
+    if fact is not None and not (isinstance(fact, int) and not isinstance(fact, bool) and 0 <= fact < n):
         raise ValueError(f"fact must be from 0 to {n - 1} or None, got {fact!r}")
     what = {"resid": "the residual stream", "mlp": "MLP outputs", "attn": "attention outputs"}[traced.kind]
     if fact is None:
