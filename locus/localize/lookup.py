@@ -12,10 +12,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import PredefinedSplit, cross_val_predict
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from locus import hooks
@@ -219,6 +215,12 @@ class Probing:
         # Each class's members in different folds, so that every probe has seen every class.
         fold = np.empty(len(classes), dtype=int)
         fold[np.argsort(classes, kind="stable")] = np.arange(len(classes)) % min(self.folds, len(classes))
+        # Here, as its 20 MB are for no other method.
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.model_selection import PredefinedSplit, cross_val_predict
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
         probe = make_pipeline(StandardScaler(), LogisticRegression(C=self.strength, max_iter=2000))
         return cross_val_predict(probe, features, classes, cv=PredefinedSplit(fold), method="predict_proba")
 
