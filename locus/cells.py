@@ -69,7 +69,7 @@ class Cells:
             key = logits, self.attention_mask, base, probe, evaluate, setter, [clean[name] for name in names]
             key += self.cells, self.activation_name, self.window, self.max_tokens, seed
         kept = Partial(resume, values, key)
-        run = partial(self._sweep, recorded, clean, setter, evaluate, logits)
+        run = partial(self._sweep, recorded, clean, setter, evaluate, logits, positions_read(evaluate, logits))
         if not self._still(run, kept, base):
             print(f"{resume} keeps other numbers than this sweep gives now, so it starts anew", file=sys.stderr)
             kept.forget()
@@ -96,13 +96,13 @@ class Cells:
         setter: Setter,
         evaluate: Callable[[Tensor], Tensor],
         logits: Float[Tensor, "batch pos d_vocab"],
+        read: Int[Tensor, " read"],
         put: Callable[[int, Tensor], None],
         done: Collection[int],
         progress: bool,
     ) -> None:
         if recorded.keys is None and self.model.fast:
             say_once(f"{self.model.name} cannot leave out the positions before a patch: whole rows are computed")
-        read = positions_read(evaluate, logits)
         seen = torch.full_like(logits, float("nan"))
         batch = len(recorded)
 

@@ -85,7 +85,7 @@ def generic_activation_patch(
         resume: a file that keeps what is done; the same call goes on from it, to the same numbers bit for bit, once
             some of them have come out again. It may keep several sweeps: one with another model, prompts, cells,
             setter, metric or setting is added to it, as is one whose metric holds what has changed since (a list that
-            it logs to) or what pickle refuses (an open file).
+            it logs to) or what cannot be copied (an open file).
         progress: show a bar, and time and memory before a sweep that takes long.
 
     Returns:

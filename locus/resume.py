@@ -73,21 +73,18 @@ class Partial:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            if file.metadata() == FORMAT:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError):
-        pass
+    with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+        if file.metadata() == FORMAT:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     raise ValueError(f"{path} is no file of an interrupted sweep; give the name of such a file, or of a new one")
 
 
 def digest(part: Any, seen: dict[int, tuple[Any, str]] | None = None) -> str:
     """What tells two computations apart: what a part is made of, alike in every process.
 
-    Functions by their code, their defaults and the variables that they name; objects by their class and what pickling
-    would keep. Of libraries' functions and classes the code does not count. A part with no such record (an open file,
-    a generator) is never the same again.
+    Functions by their code, their defaults and the variables that they name; objects by their class and the state that
+    `copy.deepcopy` would copy. Of libraries' functions and classes the code does not count. A part with no such state
+    (an open file, a generator) is never the same again.
     """
     if seen is None:
         try:
@@ -135,11 +132,9 @@ def _apart(part: Any) -> tuple[bytes, Iterable[Any]]:
         return repr(sorted(part.get_vocab().items())).encode(), ()
     if isinstance(part, torch.nn.Module):  # not the hooks and caches that libraries set on the way
         if _of_library(type(part).__module__):
-            plain = {name: value for name, value in vars(part).items() if isinstance(value, bool | int | float | str)}
-            parts = part._parameters, part._buffers, part._modules
-            return b"", (type(part), {name: plain[name] for name in plain if not name.startswith("_")}, *parts)
-        own = {name: value for name, value in vars(part).items() if not (name.startswith("_") and "hook" in name)}
-        return b"", (type(part), own)
+            plain = {n: v for n, v in vars(part).items() if n[0] != "_" and isinstance(v, bool | int | float | str)}
+            return b"", (type(part), plain, part._parameters, part._buffers, part._modules)
+        return b"", (type(part), {n: v for n, v in vars(part).items() if not (n[0] == "_" and "hook" in n)})
     if type(part) is dict or isinstance(part, MappingProxyType):
         return b"", [item for pair in part.items() for item in pair]
     if type(part) in (list, tuple) or isinstance(part, set | frozenset | KeysView | ValuesView | ItemsView):
@@ -156,15 +151,13 @@ def _of_function(function: FunctionType) -> tuple:
     checked = any(name in function.__code__.co_filename for name in ("jaxtyping", "@beartype"))
     if checked and hasattr(function, "__wrapped__"):
         return (function.__wrapped__,)
-    cells = {}
+    # Of a library's function only what it encloses.
+    variables = {} if _of_library(function.__globals__.get("__name__")) else dict(function.__globals__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # nothing assigned yet
-            cells[name] = cell.cell_contents
-    names = _names(function.__code__)
-    own = not _of_library(function.__globals__.get("__name__"))
-    read = _variables(names, function.__globals__) if own else {}
+            variables[name] = cell.cell_contents
     settings = function.__defaults__, function.__kwdefaults__, vars(function)
-    return function.__code__, *settings, read, cells, _variables(names, cells)
+    return function.__code__, *settings, _variables(_names(function.__code__), variables)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -188,10 +181,12 @@ def _of_class(part: type) -> tuple:
     if _of_library(part.__module__):
         return ()
     no_matter = ("__dict__", "__weakref__", "__annotations__", "__doc__", "_abc_impl")
-    plain = {name: value for name, value in vars(part).items() if name not in no_matter}
     # Of properties, static methods and class methods, the function.
-    parts = {n: getattr(v, "fget", None) or getattr(v, "__func__", v) for n, v in plain.items()}
-    return part.__bases__, parts
+    return part.__bases__, {
+        name: getattr(value, "fget", None) or getattr(value, "__func__", value)
+        for name, value in vars(part).items()
+        if name not in no_matter
+    }
 
 
 def _of_library(module: str | None) -> bool:

@@ -23,7 +23,6 @@ from locus.models import wrap
 from locus.resume import digest
 
 settings = ModuleType("settings")  # a module of the user's, with no file as in a notebook
-settings.__file__ = "settings.py"
 sys.modules["settings"] = settings
 THRESHOLD = 0
 
